@@ -1,0 +1,140 @@
+"""Film reviews written by a small grammar, for the demo and the tests: text with a sentiment that is known exactly.
+
+A review is an opening and three clauses about aspects of a film, each with an adjective. Most adjectives of a review
+share its sentiment. Because the words are known there is a true judge (`judge`) to hold a learned reward model against.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+POSITIVE = [
+    "superb",
+    "brilliant",
+    "moving",
+    "clever",
+    "charming",
+    "funny",
+    "fresh",
+    "gripping",
+    "warm",
+    "stunning",
+    "honest",
+    "elegant",
+    "joyful",
+    "inventive",
+    "tender",
+    "thrilling",
+]
+NEGATIVE = [
+    "dull",
+    "clumsy",
+    "tedious",
+    "shallow",
+    "bland",
+    "noisy",
+    "stale",
+    "lifeless",
+    "cold",
+    "awkward",
+    "predictable",
+    "confusing",
+    "dreary",
+    "lazy",
+    "hollow",
+    "grating",
+]
+ASPECTS = [
+    "acting",
+    "plot",
+    "ending",
+    "music",
+    "dialogue",
+    "camera",
+    "story",
+    "pacing",
+    "humor",
+    "cast",
+    "script",
+    "editing",
+    "lighting",
+    "opening",
+    "romance",
+    "mystery",
+]
+VERBS = ["was", "felt", "seemed", "remained", "turned", "became", "looked", "sounded"]
+DEGREES = ["", "", "really ", "quite ", "rather ", "truly ", "always ", "often "]
+OPENINGS = [
+    f"{who} {saw} this {kind} {when} ."
+    for who in ("we", "i", "my sister and i", "my friends")
+    for saw in ("watched", "saw", "rented", "finally saw")
+    for kind in ("film", "movie", "comedy", "drama", "thriller", "sequel")
+    for when in ("yesterday", "last week", "on a plane", "at home", "in a full cinema")
+]
+
+
+@dataclass(frozen=True)
+class Review:
+    prompt: str  # the opening and the start of the first clause
+    response: str  # the rest, beginning with a space
+
+
+def reviews(count: int, seed: int) -> Iterator[Review]:
+    """`count` reviews, half of them positive on average; the same for the same seed."""
+    random_ = random.Random(seed)
+    for _ in range(count):
+        prompt, aspect = _prompt(random_)
+        yield Review(prompt, _response(random_, aspect, positive=random_.random() < 0.5))
+
+
+def preferences(count: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """`count` triples (prompt, a response, a response that the judge finds less positive)."""
+    random_ = random.Random(seed)
+    while count:
+        prompt, aspect = _prompt(random_)
+        better, worse = (_response(random_, aspect, positive=positive) for positive in (True, False))
+        if judge(prompt + better) > judge(prompt + worse):
+            count -= 1
+            yield prompt, better, worse
+
+
+def _prompt(random_: random.Random) -> tuple[str, str]:
+    aspect = random_.choice(ASPECTS)
+    return f"{random_.choice(OPENINGS)} the {aspect}", aspect
+
+
+def _response(random_: random.Random, aspect: str, positive: bool) -> str:
+    others = random_.sample([other for other in ASPECTS if other != aspect], 2)
+    clauses = []
+    for subject in ("", *(f"the {other} " for other in others)):
+        agrees = random_.random() < 0.85
+        adjective = random_.choice(POSITIVE if positive == agrees else NEGATIVE)
+        clauses.append(f"{subject}{random_.choice(VERBS)} {random_.choice(DEGREES)}{adjective}")
+    return f" {', '.join(clauses)} ."
+
+
+def judge(text: str) -> float:
+    """The true sentiment of a text: the share of its adjectives that are positive, 0.5 without any."""
+    words = text.replace(",", " ").replace(".", " ").split()
+    positive, negative = sum(word in POSITIVE for word in words), sum(word in NEGATIVE for word in words)
+    return positive / (positive + negative) if positive + negative else 0.5
+
+
+def train_tokenizer(texts: list[str], path: str, vocab_size: int = 400) -> None:
+    """A SentencePiece model of `texts` at `path`.model, with pad 0, unknown 1, BOS 2, EOS 3."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=path,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        pad_id=0,
+        unk_id=1,
+        bos_id=2,
+        eos_id=3,
+        minloglevel=2,
+    )

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# What the job scripts here share: start `megarlhf PROGRAM --config YAML [key.sub=value ...]` on all GPUs of the job, and
+# put the job back into the queue when the run asks for it. docs/slurm.md tells what each failure looks like.
+#
+#   MEGARLHF_PYTHON   the interpreter                 [.venv/bin/python if there is one, else python3]
+#   CONTAINER_IMAGE   run in this image, where Slurm has pyxis; CONTAINER_MOUNTS [this directory under its own name]
+set -euo pipefail
+program=$1 config=$2
+shift 2
+
+echo "== $SLURM_JOB_NAME: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST, $(date)"
+if [ ! -f "$config" ]; then
+  echo "no $PWD/$config: submit from the checkout's root, or say sbatch --chdir=CHECKOUT" >&2
+  exit 2
+fi
+
+python=${MEGARLHF_PYTHON:-python3}
+if [ -z "${MEGARLHF_PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
+container=()
+if [ -n "${CONTAINER_IMAGE:-}" ]; then
+  if ! srun --help | grep -q -- --container-image; then
+    echo "CONTAINER_IMAGE is set, but this Slurm has no pyxis (srun --help knows no --container-image); unset it" >&2
+    exit 2
+  fi
+  container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD"
+    --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}")
+fi
+
+# The run writes into this file why another attempt makes sense. srun's status cannot tell: when one rank leaves, the
+# others are ended, and srun returns the highest status of all.
+export MEGARLHF_REQUEUE=$PWD/.requeue-$SLURM_JOB_ID
+rm -f "$MEGARLHF_REQUEUE"
+status=0
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
+  "$python" -m megarlhf "$program" --config "$config" "$@" || status=$?
+
+if [ -e "$MEGARLHF_REQUEUE" ]; then
+  echo "== requeue: $(cat "$MEGARLHF_REQUEUE")"
+  rm -f "$MEGARLHF_REQUEUE"
+  if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
+  exit 75 # not finished, so no job that depends on this one may start
+fi
+exit "$status"

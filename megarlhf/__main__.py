@@ -1,0 +1,3 @@
+from megarlhf.cli import run
+
+run()

@@ -1,0 +1,183 @@
+"""PPO on responses (Ziegler et al. 2019, arXiv:1909.08593; Schulman et al. 2017, arXiv:1707.06347).
+
+    experience = make_experience(rollout, scores, signals, kl_coef=..., config=...)     once a batch
+    minibatch  = whiten_minibatch(part of experience, config=..., group=...)            once a minibatch
+    policy_loss, value_loss, or both in one backward as joint_loss                      once a micro-batch
+
+A loss becomes the engine's with `functools.partial(policy_loss, config=config)`.
+Legend: B rows, S tokens a row, P prompt columns, R = S - P response columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.algorithms.advantages import gae
+from megarlhf.algorithms.kl import KLConfig, ScorePosition, kl_estimate, penalised_rewards
+from megarlhf.algorithms.masked import masked_sum, variance, whiten
+from megarlhf.batch import Experience, Rollout, Scores, Signals
+from megarlhf.metrics import Max, Metric, Min
+
+Metrics = dict[str, tuple[Tensor, Tensor] | Metric]
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """What PPO computes with; the 2019 original's values in brackets."""
+
+    kl: KLConfig = field(default_factory=KLConfig)
+    gamma: float = 1.0  # [1] discount (P6)
+    lam: float = 0.95  # [0.95] of GAE (P6)
+    score_position: ScorePosition = "last_valid"  # [last] the token that gets the score
+    whiten_rewards: bool = False  # [true] per minibatch, the mean kept (P9)
+    whiten_advantages: bool = True  # [true] per minibatch (P9)
+    clip_range: float = 0.2  # [0.2] of the ratio
+    clip_range_value: float = 0.2  # [0.2] of the value (P10)
+    vf_coef: float = 0.1  # [0.1] weight of the value loss (P10)
+
+    def __post_init__(self):
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: must be between 0 and 1, not {getattr(self, name)}")
+        if not 0 < self.clip_range < 1:
+            raise ValueError(f"clip_range: must be between 0 and 1, not {self.clip_range}")
+        for name in ("clip_range_value", "vf_coef"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
+
+
+OPENAI_2019 = PPOConfig(
+    kl=KLConfig(coef=0.15, controller="adaptive", target=6.0, horizon=10_000),
+    score_position="last",
+    whiten_rewards=True,
+)
+
+
+def make_experience(
+    rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: PPOConfig
+) -> Experience:
+    """Credit: rewards from scores and KL penalty (P8), advantages and returns by GAE (P6), of the whole batch and not
+    whitened: see `whiten_minibatch`. Pure; every row for itself, so any share of a batch will do."""
+    mask = rollout.mask
+    kl = kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
+    rewards = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=config.score_position)
+    advantages, returns = gae(rewards, signals.values, mask, gamma=config.gamma, lam=config.lam)
+    return Experience(
+        tokens=rollout.tokens,
+        mask=mask,
+        segments=rollout.segments,
+        prompt_len=rollout.prompt_len,
+        logprobs=signals.logprobs,
+        values=signals.values,
+        rewards=rewards,
+        advantages=advantages,
+        returns=returns,
+    )
+
+
+def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.ProcessGroup | None = None) -> Experience:
+    """The minibatch of one update with its rewards and advantages whitened (detail P9), to be cut into micro-batches
+    afterwards. `group`: the data-parallel ranks that hold the rest of the minibatch.
+
+    The original's order (lm-human-preferences train_policy.py, `loss`): rewards are whitened with their mean kept, GAE
+    makes advantages *and returns* of the whitened rewards, and the advantages are whitened. So with `whiten_rewards`
+    the critic learns the returns of whitened rewards, whose scale changes with the minibatch.
+    """
+    rewards, advantages, returns = minibatch.rewards, minibatch.advantages, minibatch.returns
+    if config.whiten_rewards:
+        rewards = whiten(rewards, minibatch.mask, shift_mean=False, group=group)
+        advantages, returns = gae(rewards, minibatch.values, minibatch.mask, gamma=config.gamma, lam=config.lam)
+    if config.whiten_advantages:
+        advantages = whiten(advantages, minibatch.mask, group=group)
+    return dataclasses.replace(minibatch, rewards=rewards, advantages=advantages, returns=returns)
+
+
+def policy_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
+    """The clipped surrogate, with ratio = exp(logprobs - old logprobs) (Schulman et al. 2017, eq. 7):
+
+        sum_{b,j} mask * max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range))
+
+    outputs["logprobs"] (B, R), differentiable, of the policy being trained; outputs["entropy"] (B, R) is measured where
+    it is given. Returns (sum, number of tokens, metrics); approxkl is mean(0.5 * (logprobs - old logprobs)^2), clipfrac
+    the share of tokens whose clipped term is the larger.
+    """
+    mask, count = rows.mask, rows.mask.sum()
+    difference = torch.where(mask, outputs["logprobs"] - rows.logprobs, 0)
+    ratio = difference.exp()
+    plain = -rows.advantages * ratio
+    clipped = -rows.advantages * ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
+    total = masked_sum(torch.maximum(plain, clipped), mask)
+    metrics: Metrics = {
+        "ppo/loss/policy": (total, count),
+        "ppo/policy/approxkl": (masked_sum(0.5 * difference**2, mask), count),
+        "ppo/policy/clipfrac": (masked_sum((clipped > plain).float(), mask), count),
+        "ppo/policy/ratio_mean": (masked_sum(ratio, mask), count),
+        "ppo/policy/ratio_var": variance(ratio, mask),
+        "ppo/policy/ratio_max": Max(torch.where(mask, ratio, -torch.inf).max()),
+        "ppo/policy/ratio_min": Min(torch.where(mask, ratio, torch.inf).min()),
+    }
+    if "entropy" in outputs:
+        metrics["ppo/policy/entropy"] = (masked_sum(outputs["entropy"], mask), count)
+    return total, count, metrics
+
+
+def value_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
+    """The value loss clipped like the policy's (detail P10; lm-human-preferences train_policy.py, `loss`):
+
+        vf_coef * sum_{b,j} mask * 0.5 * max((v - returns)^2, (clip(v, V - c, V + c) - returns)^2)
+
+    outputs["values"] (B, R), differentiable: v; rows.values: V, those of the rollout; c = clip_range_value. Returns
+    (sum, number of tokens, metrics). ppo/loss/value is without vf_coef; ppo/val/mean and var are of V, vpred and
+    vpred_var of v.
+    """
+    mask, count = rows.mask, rows.mask.sum()
+    values, old, returns = torch.where(mask, outputs["values"], 0), rows.values, rows.returns
+    clipped = torch.clamp(values, old - config.clip_range_value, old + config.clip_range_value)
+    plain_error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+    total = masked_sum(0.5 * torch.maximum(plain_error, clipped_error), mask)
+    metrics: Metrics = {
+        "ppo/loss/value": (total, count),
+        "ppo/val/clipfrac": (masked_sum((clipped_error > plain_error).float(), mask), count),
+        "ppo/val/error": (masked_sum(plain_error, mask), count),
+        "ppo/val/vpred": (masked_sum(values, mask), count),
+        "ppo/val/vpred_var": variance(values, mask),
+        "ppo/val/mean": (masked_sum(old, mask), count),
+        "ppo/val/var": variance(old, mask),
+        "ppo/returns/mean": (masked_sum(returns, mask), count),
+        "ppo/returns/var": variance(returns, mask),
+    }
+    return config.vf_coef * total, count, metrics
+
+
+def joint_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
+    """policy_loss + value_loss (vf_coef is in the latter) for a value head on the actor's trunk, as in the original;
+    both are sums over the same tokens. outputs["logprobs"] and outputs["values"] (B, R)."""
+    policy, count, policy_metrics = policy_loss(outputs, rows, config=config)
+    value, _, value_metrics = value_loss(outputs, rows, config=config)
+    return policy + value, count, {**policy_metrics, **value_metrics, "ppo/loss/total": (policy + value, count)}
+
+
+def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: PPOConfig) -> Metrics:
+    """What the batch says about the policy that sampled it: means over responses of sums over tokens
+    (lm-human-preferences train_policy.py, `record_step_stats`). objective/kl, which `next_kl_coef` takes once it is
+    global, is of k1 whatever estimator the penalty uses; objective/entropy is that of whole responses, -sum_j
+    logprobs."""
+    mask = rollout.mask
+    count = torch.ones_like(scores.scores).sum()
+    kl = kl_estimate(signals.logprobs, signals.ref_logprobs)
+    penalty = kl_coef * kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
+    score, non_score = scores.scores.sum(), -masked_sum(penalty, mask)
+    return {
+        "objective/kl": (masked_sum(kl, mask), count),
+        "objective/entropy": (-masked_sum(signals.logprobs, mask), count),
+        "objective/scores": (score, count),
+        "objective/scores_var": variance(scores.scores, torch.ones_like(scores.scores, dtype=torch.bool)),
+        "objective/non_score_reward": (non_score, count),
+        "objective/scores_total": (score + non_score, count),
+        "objective/response_length": (mask.sum(), count),
+    }

@@ -1,0 +1,143 @@
+"""The stage dataclasses: what flows between the parts of a step. Frozen; no stage changes its input.
+
+Legend: B rows, S tokens a row, P prompt columns, R = S - P response columns, V vocabulary.
+Per-token tensors are response-aligned: column j of a (B, R) tensor belongs to token P + j.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Base of the stages: every tensor field has the rows first. Non-tensor fields hold for all rows."""
+
+    def map(self, function):
+        """The same stage with `function` of each of its tensors."""
+        tensors = {
+            field.name: function(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+    def select(self, index):
+        """The rows `index` (a slice or an index tensor)."""
+        return self.map(lambda value: value[index])
+
+    def to(self, device: torch.device):
+        return self.map(lambda value: value.to(device, non_blocking=True))
+
+    def __len__(self) -> int:
+        return next(len(v) for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor))
+
+
+@dataclass(frozen=True)
+class Sequences(Rows):
+    """What a model reads, and where its outputs count.
+
+    `segments` says which tokens see each other: 0 is padding, k > 0 the k-th example packed into the row. Left padding,
+    right padding and packing are all just segments; positions restart in each (detail G3). None means that every row is
+    one example from column 0 (padding, if any, at the right), for which the plain causal mask is enough.
+    """
+
+    tokens: Tensor  # (B, S) int64
+    mask: Tensor  # (B, R) bool: the tokens that count
+    segments: Tensor | None = None  # (B, S) int64
+    prompt_len: int = 1  # P: outputs are for tokens[:, P:]
+
+    def __post_init__(self):
+        rows, length = self.tokens.shape
+        assert self.mask.shape == (rows, length - self.prompt_len), (self.mask.shape, self.tokens.shape)
+        assert self.segments is None or self.segments.shape == self.tokens.shape
+
+
+@dataclass(frozen=True)
+class Scores(Rows):
+    """What the responses are worth."""
+
+    scores: Tensor  # (B,) float32
+    mask: Tensor  # (B, R) bool: the tokens that were scored, all that count unless truncated (detail P5)
+    accepted: Tensor  # (B,) bool: not given the penalty instead of a score
+
+
+@dataclass(frozen=True)
+class Signals(Rows):
+    """What the models say of the sampled tokens, before any update."""
+
+    logprobs: Tensor  # (B, R) float32, of the policy that sampled them
+    ref_logprobs: Tensor  # (B, R) float32
+    values: Tensor  # (B, R) float32: column j is of the state before token P + j
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Sequences):
+    """What a policy and a critic learn from."""
+
+    logprobs: Tensor  # (B, R) float32, as in Signals
+    values: Tensor  # (B, R) float32, as in Signals
+    rewards: Tensor  # (B, R) float32; this and the next two are 0 outside the mask
+    advantages: Tensor  # (B, R) float32
+    returns: Tensor  # (B, R) float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparisons(Sequences):
+    """Responses to one prompt in adjacent rows, K of them, the best first. `mask` is True at one token a row, where its
+    score is read, and nowhere in rows that only fill up a batch."""
+
+    ranks: Tensor  # (B,) int64: 0 is the best; equal ranks were not told apart
+    margins: Tensor  # (B,) float32: by how much a pair's scores should differ at least
+
+
+@dataclass(frozen=True)
+class Prompts(Rows):
+    """Queries of static length P: padded at the left, with an id outside the vocabulary that no model reads (detail
+    G2)."""
+
+    tokens: Tensor  # (B, P) int64
+    valid: Tensor  # (B, P) bool: not padding; at least the last column
+    sequence_ids: Tensor  # (B,) int64: where a prompt stands in the whole run, whatever rank holds it
+
+    def __post_init__(self):
+        assert self.tokens.shape == self.valid.shape and self.sequence_ids.shape == self.tokens.shape[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Sequences):
+    """Prompts with their sampled responses; `Engine.forward` reads it as sequences. With n samples a prompt, the n rows
+    of a prompt follow each other, and sample j of the prompt with id s has the sequence id s n + j.
+
+    All R response tokens count, also past EOS (detail G4); with `stop_at_eos` those up to the first EOS, and what
+    follows is padding, with log-prob and entropy 0.
+    """
+
+    sequence_ids: Tensor  # (B,) int64
+    logprobs: Tensor  # (B, R) float32, of softmax(logits / temperature)
+    entropy: Tensor | None = None  # (B, R) float32, of the same distribution
+
+
+def positions(segments: Tensor) -> Tensor:
+    """(B, S) segment ids -> (B, S) position of each token in its segment. Padding counts too, but nothing reads it."""
+    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """(B, S) segment ids -> (B, 1, S, S) bool, True where query i must NOT see key j (Megatron's convention).
+
+    A token sees the tokens of its own segment up to itself. Padding sees itself alone, so that no row of the softmax is
+    empty; nothing real sees padding.
+    """
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    visible = (segments[:, :, None] == segments[:, None, :]) & causal & (segments[:, None, :] > 0)
+    visible |= torch.eye(length, dtype=torch.bool, device=segments.device)
+    return ~visible[:, None]

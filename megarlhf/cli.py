@@ -1,0 +1,132 @@
+"""megarlhf sft --config run.yaml [key.sub=value ...]: one program a verb; every rank runs the same.
+
+torch and megatron are imported by the program that needs them, so `--help` and mistakes in the command line are
+instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from megarlhf import __version__, report
+from megarlhf.config import UserError
+
+PROGRAMS = {
+    "sft": ("megarlhf.train.sft", "supervised fine-tuning on prompts and responses, chats or plain text"),
+    "reward": ("megarlhf.train.reward", "a reward model from preferences"),
+    "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
+    "ppo": ("megarlhf.train.ppo", "a policy that scores higher, with PPO"),
+    "generate": ("megarlhf.train.generate", "responses to a file of prompts"),
+}
+TRAINING = ("sft", "reward", "ppo")
+PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
+# Flags that stand for keys of a program's configuration. With them the file is optional.
+FLAGS = {
+    "generate": {
+        "checkpoint": ("checkpoint", "PATH", "a run, a checkpoint or a model directory"),
+        "prompts": ("prompts.path", "JSONL", 'a {"prompt": ...} on every line'),
+        "out": ("out", "JSONL", "where the responses go"),
+    },
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megarlhf",
+        description="RLHF on Megatron-core. Start one process a device: with srun, torchrun, mpirun, or alone.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
+    for name, (_, text) in PROGRAMS.items():
+        program = programs.add_parser(name, help=text, description=text)
+        flags = FLAGS.get(name, {})
+        program.add_argument("--config", required=not flags, metavar="YAML", help="the run's configuration")
+        for flag, (key, kind, meaning) in flags.items():
+            program.add_argument(f"--{flag}", metavar=kind, help=f"{meaning} ({key})")
+        program.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
+    check = programs.add_parser("preflight", help=PREFLIGHT, description=PREFLIGHT)
+    check.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    check.add_argument("--program", dest="subject", choices=TRAINING, help="whose configuration (default: by its keys)")
+    check.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
+    check.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="ranks a node (default 8)")
+    check.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
+    text = "a run's curves, phase times, samples and configuration as one HTML file"
+    report.arguments(programs.add_parser("report", help=text, description=text))
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.program == "report":  # a reader of files: no configuration, no rank, no torch
+            report.main(arguments.run, arguments.output)
+        elif arguments.program == "preflight":
+            modules = {name: PROGRAMS[name][0] for name in TRAINING}
+            importlib.import_module("megarlhf.train.preflight").main(
+                arguments.config,
+                arguments.overrides,
+                modules=modules,
+                program=arguments.subject,
+                nodes=arguments.nodes,
+                per_node=arguments.gpus_per_node,
+            )
+        else:
+            module, _ = PROGRAMS[arguments.program]
+            given = {key: getattr(arguments, flag) for flag, (key, _, _) in FLAGS.get(arguments.program, {}).items()}
+            overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+            importlib.import_module(module).main(arguments.config, [*overrides, *arguments.overrides])
+        status = 0
+    except UserError as error:
+        status = _fail(f"error: {error}", 2, error)
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as left:  # saved and left early
+        status = left.code
+    except BaseException as error:  # not Exception: torch's CheckpointException is none
+        status = _fail(f"failed\n{traceback.format_exc()}", 1, error)
+    if watchdog := _watchdog():
+        watchdog.close()
+    return status
+
+
+def _watchdog():
+    """The watchdog, where a program came as far as to import it (and torch with it)."""
+    return sys.modules.get("megarlhf.cluster.watchdog")
+
+
+def _fail(message: str, status: int, error: BaseException) -> int:
+    """Print why, once: by way of the watchdog the first error of all ranks. Before there is one: what fails on all
+    ranks alike is said by the first rank of a node; the others wait for the launcher to end them and speak up only if
+    it does not."""
+    local_rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    who = f" [rank {rank} on {node}]" if rank is not None else ""
+    if watchdog := _watchdog():
+        watchdog.fail(f"megarlhf{who}: {message}", status, error)
+    if local_rank != "0":
+        time.sleep(3)
+    print(f"megarlhf{who}: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def run() -> None:
+    """Console entry point. Leaves with os._exit: after a failure, peers and background threads must not keep this rank
+    alive."""
+    # Slurm may send it while torch is still being imported; programs that heed it say so later (cluster/slurm.py)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        status = main()
+    except SystemExit as error:  # argparse
+        status = error.code if isinstance(error.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

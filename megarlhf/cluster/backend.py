@@ -1,0 +1,481 @@
+"""The one place where CPU and CUDA differ.
+
+On CUDA: NCCL, Transformer Engine layers and TE/apex fused Adam where they import. On CPU: *unmodified* megatron-core
+over gloo. Megatron names CUDA at a few dozen places (`device="cuda"`, streams, RNG states, tensor type strings);
+`install` replaces just the torch entry points behind those, so ordinary operations cost nothing extra. Everything else
+in this project asks this module and never asks for a device type itself.
+
+`install()` is called once by a program, before megatron is first imported; it is never called at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import datetime
+import functools
+import importlib.util
+import logging
+import multiprocessing.managers
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._device
+
+from megarlhf.cluster import launch
+from megarlhf.cluster.launch import Rendezvous
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+_CPU = torch.device("cpu")
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else _CPU
+
+
+def install() -> None:
+    """Make megatron-core importable and runnable here. Idempotent; must precede the first import of megatron."""
+    if on_cuda():
+        import megatron.core  # noqa: F401
+    elif not hasattr(torch.cuda.current_device, "megarlhf"):
+        # TE and apex are absent, which the banner says once; torch's new names for collectives are megatron's affair.
+        warnings.filterwarnings("ignore", module=r"megatron\..*")
+        warnings.filterwarnings("ignore", r"Please use DTensor instead", FutureWarning)
+        warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+        _replace_torch_entry_points()
+        _import_megatron_on_cpu()
+    _ensure_fused_adam()
+    _tie_checkpoint_writer()
+
+
+def describe() -> dict[str, str]:
+    """What was chosen, for the start-up banner."""
+    import megatron.core
+
+    if on_cuda():
+        hardware = torch.cuda.get_device_name()
+    else:
+        hardware = f"cpu, {torch.get_num_threads()} thread(s) a rank"
+    return {
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "device": hardware,
+        "collectives": "nccl" if on_cuda() else "gloo",
+        "layers": "transformer-engine" if _has_transformer_engine() else "megatron local",
+        "attention": "scaled_dot_product_attention",
+        "adam": _adam_name(),
+        "gradient accumulation": "fused (apex)" if _has_apex_wgrad() else "autograd",
+    }
+
+
+def open_store(rendezvous: Rendezvous, timeout_minutes: float = 10) -> dist.Store:
+    """The key-value store through which ranks find each other. Rank 0 serves it, under torchrun its agent. Does not
+    wait for other ranks than rank 0."""
+    if rendezvous.world_size == 1:
+        return dist.HashStore()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not agent:
+        launch.await_rank0(rendezvous, timeout=60 * timeout_minutes)
+    store = dist.TCPStore(
+        rendezvous.master_addr,
+        rendezvous.master_port,
+        is_master=rendezvous.rank == 0 and not agent,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def join(rendezvous: Rendezvous, store: dist.Store, timeout_minutes: float = 10) -> None:
+    """Start the default process group: gloo on CPU, NCCL on CUDA with one device a rank."""
+    if on_cuda():
+        torch.cuda.set_device(rendezvous.local_rank)
+    os.environ.update(rendezvous.environment())
+    dist.init_process_group(
+        "nccl" if on_cuda() else "gloo",
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+
+
+def transformer_overrides(swiglu: bool) -> dict:
+    """Fields of TransformerConfig that depend on the backend."""
+    engine = _has_transformer_engine()
+    return dict(
+        use_cpu_initialization=not on_cuda(),
+        bias_activation_fusion=on_cuda() and swiglu,
+        bias_dropout_fusion=on_cuda(),
+        masked_softmax_fusion=False,
+        apply_rope_fusion=engine,
+        persist_layer_norm=engine,
+        gradient_accumulation_fusion=_has_apex_wgrad(),
+    )
+
+
+def block_spec(config: TransformerConfig, core_attention: type, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, megatron's local ones
+    otherwise, always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches would
+    be silently wrong.)"""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    if _has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+        layer = copy.deepcopy(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec())
+    else:
+        norm = Norm
+        layer = copy.deepcopy(gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization))
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = core_attention
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm for layer specs without TE. Megatron's own refuses sequence parallelism; this one marks its
+    parameters so that `finalize_model_grads` sums their gradients over the tensor-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device()))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear where no gradient is needed. On CPU through oneDNN: torch takes MKL for float32, which keeps to AVX2 on
+    AMD's processors and is half as fast there."""
+    if on_cuda() or not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """`step`, which works on tensors that stay where they are, as a CUDA graph: the first two calls run it as it is,
+    since libraries tune and allocate then; the third records it. On CPU, `step` itself."""
+    return _Captured(step) if on_cuda() else step
+
+
+class _Captured:
+    def __init__(self, step: Callable[[], None]):
+        self.step = step
+        self.calls = 0
+        self.graph = torch.cuda.CUDAGraph()
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= 2:  # not on the default stream, which cannot be recorded
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.step()
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        if self.calls == 3:
+            # thread_local: NCCL's watchdog thread queries events meanwhile
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.step()
+        self.graph.replay()
+
+
+def memory() -> tuple[int, int]:
+    """(free, total) bytes of the device; (0, 0) on CPU, whose memory is not ours alone."""
+    return torch.cuda.mem_get_info() if on_cuda() else (0, 0)
+
+
+def synchronize() -> None:
+    """Wait for the device (for timers)."""
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+# --------------------------------------------------------------------------------------------------- what imports
+
+
+@functools.cache
+def _has_transformer_engine() -> bool:
+    return on_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@functools.cache
+def _has_apex_wgrad() -> bool:
+    return on_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _adam_name() -> str:
+    import megatron.core.optimizer as optimizer
+
+    return f"{optimizer.Adam.__module__.partition('.')[0]} FusedAdam"
+
+
+# --------------------------------------------------------------------------------------------------- Adam
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam(W) with the interface and state layout of apex's and TE's FusedAdam, over torch's fused kernels.
+
+    Megatron's distributed optimizer checkpoints expect the step count in the parameter group, where apex and TE keep
+    it; torch.optim.AdamW keeps one per parameter, and such a checkpoint can neither be taken before the first step nor
+    loaded into a fresh optimizer. With this class checkpoints look alike with and without TE and apex.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        **_,
+    ):
+        assert bias_correction
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            step = torch.tensor(float(group["step"]), device=params[0].device)
+            update(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [step] * len(params),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+def _ensure_fused_adam() -> None:
+    """Where neither TE nor apex gave megatron a FusedAdam, give it ours."""
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distributed.Adam = FusedAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distributed.HAVE_APEX_OR_TE = True
+        distributed.USING_APEX_OPTIMIZER = True
+
+
+# --------------------------------------------------------------------------------------------------- checkpoint writer
+
+
+def _tie_checkpoint_writer() -> None:
+    """The manager process behind megatron's checkpoint writer: ours is forked (megatron's "spawn" imports __main__
+    again in every rank) and ends with its rank, however that ends."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
+
+    def results_queue():
+        if writer._results_queue is None:
+            # over TCP: a Unix socket would leave its directory behind in /tmp with every rank that is killed
+            fork = multiprocessing.get_context("fork")
+            manager = multiprocessing.managers.SyncManager(("127.0.0.1", 0), ctx=fork)
+            manager.start(_end_with_parent)
+            writer._results_queue = manager.Queue()
+        return writer._results_queue
+
+    writer._get_write_results_queue = results_queue
+
+
+def _end_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+# --------------------------------------------------------------------------------------------------- megatron on CPU
+
+# The `device="cuda"` literals of megatron-core reach torch through these factories only.
+_FACTORIES = (
+    "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "rand", "randn", "randint",
+    "randperm", "empty_strided", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+
+
+class _TypeName(str):
+    """A tensor's `type()` that equals both 'torch.FloatTensor' and 'torch.cuda.FloatTensor': megatron's optimizer and
+    gradient clipping compare it with the CUDA spelling."""
+
+    __slots__ = ()
+
+    def __eq__(self, other):
+        if not isinstance(other, str):
+            return NotImplemented
+        return str.__eq__(self, other) or str.__eq__(self, other.replace("torch.cuda.", "torch.", 1))
+
+    def __ne__(self, other):
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class _Stream:
+    """torch.cuda.Stream where everything is synchronous."""
+
+    device = _CPU
+    cuda_stream = stream_id = 0
+
+    def __init__(self, *_, **__): ...
+    def wait_stream(self, _): ...
+    def wait_event(self, _): ...
+    def synchronize(self): ...
+    def query(self):
+        return True
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+class _Event:
+    def __init__(self, *_, **__):
+        self.time = 0.0
+
+    def record(self, *_):
+        self.time = time.perf_counter()
+
+    def wait(self, *_): ...
+    def synchronize(self): ...
+    def query(self):
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+def _replace_torch_entry_points() -> None:
+    cuda = torch.cuda
+
+    # Every replaced name gets a function object of its own: torch._dynamo, which torch.optim imports, refuses one
+    # object under two torch names.
+    def nothing():
+        return lambda *_, **__: None
+
+    def current_device():
+        return _CPU
+
+    current_device.megarlhf = True
+    cuda.current_device = current_device
+    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream"):
+        setattr(cuda, name, nothing())
+    stream = _Stream()
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_, **__: stream
+    cuda.default_stream = lambda *_, **__: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = nothing(), nothing()
+    torch.Tensor.record_stream = nothing()
+
+    # One generator plays both roles: RNG trackers work, and no code of ours may draw from the global generator.
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    plain_type = torch.Tensor.type
+
+    def tensor_type(self, *args, **kwargs):
+        result = plain_type(self, *args, **kwargs)
+        return _TypeName(result) if isinstance(result, str) else result
+
+    torch.Tensor.type = tensor_type
+    # `with torch.device("meta")` (transformers' from_pretrained) knows the factories by identity, from a list that is
+    # made at its first use: made now, it holds those that ours call.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def create(*args, **kwargs):
+        where = kwargs.get("device")
+        if where is not None and where is not _CPU and str(where).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _import_megatron_on_cpu() -> None:
+    # megatron decorates functions with torch.compile while it is imported, which alone costs seconds (dynamo, inductor)
+    # and a C++ compiler at the first call.
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    try:
+        import megatron.core.jit
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel
+    finally:
+        torch.compile = compile_
+    megatron.core.jit.disable_jit_fuser()  # for what megatron imports later
+
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # It warns that the CPU generator moves inside a fork of the GPU's; here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

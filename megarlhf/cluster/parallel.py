@@ -1,0 +1,119 @@
+"""ParallelConfig -> Topology: sizes, this rank's place, process groups. The only module that starts Megatron's
+groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megarlhf.config import UserError
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one model is laid over ranks. The data-parallel size is what the number of ranks leaves."""
+
+    tensor: int = 1  # ranks that share each layer's matrices
+    pipeline: int = 1  # ranks that hold consecutive layers
+    virtual_pipeline: int | None = None  # interleaved schedule: this many chunks of layers a pipeline rank
+    sequence: bool = False  # split activations along the sequence between the tensor-parallel regions
+    distributed_optimizer: bool = True  # shard optimizer states and fp32 weights over the data-parallel ranks
+    overlap_grad_reduce: bool = False  # reduce gradients while the backward pass still runs
+    overlap_param_gather: bool = False  # gather weights while the next forward pass runs (distributed optimizer)
+    context: int = 1
+    expert: int = 1
+
+    def __post_init__(self):
+        for name in ("tensor", "pipeline", "context", "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.context != 1:
+            raise ValueError("context: context parallelism is not supported yet; set it to 1")
+        if self.expert != 1:
+            raise ValueError("expert: expert parallelism is not supported yet; set it to 1")
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence: splits the sequence over tensor-parallel ranks; set tensor > 1 or sequence: false"
+            )
+        if self.virtual_pipeline is not None and (self.pipeline == 1 or self.virtual_pipeline < 2):
+            raise ValueError(
+                "virtual_pipeline: the interleaved schedule needs pipeline > 1 and at least 2 chunks a rank"
+            )
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather: needs distributed_optimizer and overlap_grad_reduce; set both to true"
+            )
+
+    @property
+    def model(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks a pipeline rank holds."""
+        return self.virtual_pipeline or 1
+
+    def data(self, world_size: int) -> int:
+        """The data-parallel size that `world_size` ranks give."""
+        if world_size % self.model:
+            raise UserError(
+                f"parallel: {world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} "
+                f"= {self.model}; start a multiple of {self.model} ranks or change the sizes"
+            )
+        return world_size // self.model
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place in the layout, with the groups that modules pass on explicitly."""
+
+    parallel: ParallelConfig
+    rank: int
+    world_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    data_size: int
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pipeline_rank == self.parallel.pipeline - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline: the source of what only it computes."""
+        return dist.get_global_rank(self.pipeline_group, self.parallel.pipeline - 1)
+
+
+def start(parallel: ParallelConfig) -> Topology:
+    """Create Megatron's process groups over the default group. Collective; call once after `backend.join`."""
+    from megatron.core import parallel_state
+
+    world_size = dist.get_world_size()
+    data_size = parallel.data(world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+    )
+    return Topology(
+        parallel=parallel,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=data_size,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+    )

@@ -1,0 +1,190 @@
+"""This run's place in its Slurm job: when the job ends, who asked it to stop, and whether it may be queued again.
+
+    USR1 (`#SBATCH --signal=USR1@...`, `scancel -s USR1 JOB`), or the job's end is near: save, leave, be requeued
+    TERM (`scancel -s TERM JOB`; `scancel`, `scontrol requeue` and preemption send it, and KILL some 30 s later):
+        save, leave
+
+A signal only sets a flag. At the next safe point, the end of a step, all ranks agree on it, save together and leave.
+The batch script requeues (examples/slurm/): a container may have no scontrol. It looks for the file that it has named
+in MEGARLHF_REQUEUE, which is written when another attempt makes sense. Without Slurm the signals work the same, and
+starting the program again goes on.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.cluster import backend, launch
+from megarlhf.config import UserError
+
+STARTS = "starts.json"  # in the run directory: at which step each start of the present job began
+TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, to be started again by hand
+_STAY, _REQUEUE, _END = 0, 1, 2  # the larger wins when ranks disagree
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """How a run lives in its job. Times in minutes."""
+
+    margin_minutes: float = 3.0  # to spare at the job's end, beyond the longest recent step and save
+    max_requeues: int = 100  # by the run itself; Slurm's own, after a node failure, count too
+    hang_minutes: float = 30.0  # no progress for this long ends the run; longer than any phase of a healthy step
+    join_minutes: float = 5.0  # between the first and the last rank's start
+
+    def __post_init__(self):
+        for name in ("margin_minutes", "max_requeues"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative, not {getattr(self, name)}")
+        for name in ("hang_minutes", "join_minutes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
+
+
+_asked = _STAY
+
+
+def catch_signals() -> None:
+    """From now on USR1 and TERM ask for a save instead of ending the process."""
+
+    def ask(number: int, _) -> None:
+        global _asked
+        _asked = max(_asked, _REQUEUE if number == signal.SIGUSR1 else _END)
+
+    signal.signal(signal.SIGUSR1, ask)
+    signal.signal(signal.SIGTERM, ask)
+
+
+class Job:
+    """What a loop asks at each safe point. Make it when the first step is known; collective in `leave` alone."""
+
+    def __init__(self, config: JobConfig, run: Path, step: int):
+        """`step`: updates done so far. Raises UserError (on rank 0, for all) when the job's last two starts made no
+        progress."""
+        self.config = config
+        self.why = _STAY
+        self.end = None  # seconds since the epoch
+        self.steps: collections.deque[float] = collections.deque(maxlen=100)  # recent durations, saves included
+        self.since = time.monotonic()
+        if dist.get_rank() == 0:
+            self.end = end_of_job()
+            _count_start(run, step)
+
+    def leave(self, save_seconds: float) -> bool:
+        """Whether all ranks save and leave now; the same on all. Once a step, at its end. One all-reduce of a number.
+
+        `save_seconds`: how long a save takes.
+        """
+        now = time.monotonic()
+        self.steps.append(now - self.since)
+        self.since = now
+        wish = _asked
+        if self.end is not None:
+            needed = max(self.steps) + save_seconds + 60 * self.config.margin_minutes
+            if time.time() + needed > self.end:
+                wish = max(wish, _REQUEUE)
+        agreed = torch.tensor(wish, device=backend.device())
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        self.why = int(agreed)
+        return self.why != _STAY
+
+    def close(self, step: int, total: int) -> None:
+        """After the last save. A run that leaves early asks for a requeue, or says how to go on, and exits here."""
+        if self.why == _STAY or step == total:
+            return
+        requeued = self.why == _REQUEUE and may_requeue(self.config)
+        if dist.get_rank() == 0:
+            reason = "the job's end is near, or USR1 came" if self.why == _REQUEUE else "TERM came"
+            after = request_requeue(reason, self.config) if requeued else "\n  it goes on when it is started again"
+            text = f"megarlhf: {reason}: saved and left after step {step} of {total}{after}"
+            print(text, file=sys.stderr, flush=True)
+        raise SystemExit(0 if requeued else TEMPORARY_FAILURE)
+
+
+def end_of_job() -> float | None:
+    """When the time limit ends this job, in seconds since the epoch; None outside Slurm or without a limit.
+
+    From `scontrol`, which knows of limits that were changed, else from the environment, as it was at the start.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run(
+            ["scontrol", "show", "job", "-o", job],
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"}, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        found = re.search(r" EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown.stdout)
+        if found:
+            return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() else None
+
+
+def may_requeue(config: JobConfig) -> bool:
+    """Is there a batch script that requeues, and has it done so less often than it may?"""
+    return "MEGARLHF_REQUEUE" in os.environ and _restarts() < config.max_requeues
+
+
+def request_requeue(reason: str, config: JobConfig) -> str:
+    """Ask the batch script for another attempt; what to add to the message about it. Any rank may call it."""
+    if "MEGARLHF_REQUEUE" not in os.environ:
+        return ""
+    if not may_requeue(config):
+        return f"\n  not requeued: that was done {_restarts()} times (job.max_requeues)"
+    try:
+        Path(os.environ["MEGARLHF_REQUEUE"]).write_text(reason + "\n")
+    except OSError as error:
+        return f"\n  not requeued: {error}"
+    return f"\n  the job is requeued (restart {_restarts() + 1} of at most {config.max_requeues})"
+
+
+def incomplete_nodes(present: Iterable[str]) -> str:
+    """Nodes of this Slurm step on which not all tasks are `present` (one node name a task), for a message; "" outside
+    Slurm."""
+    try:
+        nodes = launch.expand_nodes(os.environ["SLURM_STEP_NODELIST"])
+        counts = launch.tasks_per_node(os.environ, "SLURM_STEP_TASKS_PER_NODE")
+    except (KeyError, UserError):
+        return ""
+    there = collections.Counter(present)
+    late = [f"{node} ({there[node]} of {n})" for node, n in zip(nodes, counts, strict=False) if there[node] < n]
+    return f"; nodes with ranks missing: {', '.join(late)}"
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def _count_start(run: Path, step: int) -> None:
+    """Record in `run` that this job starts at `step`, and refuse a third start in a row at the same step."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    path = run / STARTS
+    starts = []
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads(path.read_text())
+        starts = record["steps"] if record["job"] == job else []
+    if starts[-2:] == [step, step]:
+        raise UserError(
+            f"{run}: job {job} made no progress twice: its last two attempts, too, began after step {step}; find out "
+            "why from their messages, give it more time or checkpoint.every fewer steps, and submit it again"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(STARTS + ".partial")
+    temporary.write_text(json.dumps({"job": job, "steps": [*starts, step]}) + "\n")
+    os.replace(temporary, path)

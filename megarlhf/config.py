@@ -1,0 +1,257 @@
+"""Frozen dataclasses <-> YAML.
+
+A program's configuration is one frozen dataclass whose fields are *sections*: frozen dataclasses that live beside the
+code they configure (`ParallelConfig` in `cluster/parallel.py`, ...). This module knows none of them. It reads a YAML
+file and `key.sub=value` overrides into such a tree, and every mistake becomes a `UserError` of one line: where (file,
+line, key), what is wrong, and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. `megarlhf` prints it as one line, without a traceback, and exits with status 2."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
+def load(
+    cls: type[T],
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    presets: dict[str, dict[str, Any]] | None = None,
+) -> T:
+    """Read `path`, if there is one, into the dataclass `cls`, then apply `overrides` of the form `key.sub=value`
+    (values are YAML). With `presets`, the key `preset` names one of them: the values that hold where file and overrides
+    give none.
+
+    Raises UserError for a missing file, bad YAML, unknown keys (naming the nearest), wrong types, and for whatever a
+    section's own `__post_init__` refuses.
+    """
+    try:
+        text = Path(path).read_text() if path is not None else ""
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read the configuration ({error.strerror}); give --config an existing YAML file"
+        )
+    tree = _parse(text, str(path or "command line"))
+    for override in overrides:
+        _override(tree, override)
+    if presets is not None and "preset" in tree.value:
+        chosen = tree.value["preset"]
+        if chosen.value not in presets:
+            hint = nearest(str(chosen.value), list(presets))
+            raise UserError(f"{chosen.where}: there is no preset {chosen.value!r}; {hint}")
+        _fill(tree, _wrap(presets[chosen.value], f"preset {chosen.value}"))
+    return _build(cls, tree, "")
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
+    """Build `cls` from plain values (a saved section, say). `where` names their source in errors."""
+    return _build(cls, _wrap(values, where), "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The resolved tree as plain values: what `dump` writes and `from_dict` reads back."""
+    return _plain(dataclasses.asdict(config))
+
+
+def dump(config: Any) -> str:
+    """The resolved tree as YAML. `load` reads it back to an equal object."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint for a misspelt name: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+
+
+# A parsed value remembers where it stands: `_Node(value, "run.yaml:12")`, with dicts and lists of further nodes inside.
+@dataclasses.dataclass
+class _Node:
+    value: Any
+    where: str
+
+
+def _parse(text: str, name: str) -> _Node:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(
+            f"{name}{line}: not valid YAML ({getattr(error, 'problem', None) or error}); check the indentation"
+        )
+    if root is None:
+        return _Node({}, f"{name}:1")
+    constructor = yaml.SafeLoader("")
+
+    def convert(node: yaml.Node) -> _Node:
+        where = f"{name}:{node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode):
+            out: dict[str, _Node] = {}
+            for key_node, value_node in node.value:
+                key = constructor.construct_object(key_node)
+                here = f"{name}:{key_node.start_mark.line + 1}"
+                if not isinstance(key, str):
+                    raise UserError(f"{here}: key {key!r} is not a name; keys must be words")
+                if key in out:
+                    raise UserError(f"{here}: key '{key}' stands twice in one section; remove one")
+                out[key] = dataclasses.replace(convert(value_node), where=here)
+            return _Node(out, where)
+        if isinstance(node, yaml.SequenceNode):
+            return _Node([convert(item) for item in node.value], where)
+        return _Node(constructor.construct_object(node), where)
+
+    tree = convert(root)
+    if not isinstance(tree.value, dict):
+        raise UserError(f"{name}:1: the configuration must be a mapping of sections, not {type(tree.value).__name__}")
+    return tree
+
+
+def _wrap(value: Any, where: str) -> _Node:
+    if isinstance(value, dict):
+        return _Node({key: _wrap(item, where) for key, item in value.items()}, where)
+    if isinstance(value, (list, tuple)):
+        return _Node([_wrap(item, where) for item in value], where)
+    return _Node(value, where)
+
+
+def _override(tree: _Node, override: str) -> None:
+    key, separator, text = override.partition("=")
+    where = f"override '{override}'"
+    if not separator or not key:
+        raise UserError(f"{where}: must have the form key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{where}: the value is not valid YAML; quote it")
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        if not isinstance(node.value.get(parent, _Node({}, where)).value, dict):
+            node.value[parent] = _Node({}, where)  # an explicit null section is opened by setting a key in it
+        node = node.value.setdefault(parent, _Node({}, where))
+    node.value[leaf] = _wrap(value, where)
+
+
+def _fill(tree: _Node, base: _Node) -> None:
+    """Add to `tree` what it does not have of `base`."""
+    for key, node in base.value.items():
+        if key not in tree.value:
+            tree.value[key] = node
+        elif isinstance(node.value, dict) and isinstance(tree.value[key].value, dict):
+            _fill(tree.value[key], node)
+
+
+def _build(kind: Any, node: _Node, key: str) -> Any:
+    """`node` as a value of the type `kind`; `key` is its dotted name for errors."""
+
+    def refuse(expected: str) -> typing.NoReturn:
+        shown = "a section" if isinstance(node.value, dict) else repr(_unwrap(node))
+        raise UserError(f"{node.where}: {key} must be {expected}, not {shown}")
+
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    value = node.value
+    if dataclasses.is_dataclass(kind):
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            refuse(f"a section ({', '.join(field.name for field in dataclasses.fields(kind))})")
+        return _build_section(kind, value, node.where, key)
+    if kind is Any:
+        return _unwrap(node)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        rest = [arg for arg in args if arg is not type(None)]
+        if len(rest) == 1:
+            return _build(rest[0], node, key)
+        for arg in rest:
+            try:
+                return _build(arg, node, key)
+            except UserError:
+                continue
+        refuse(" or ".join(_name(arg) for arg in rest))
+    if origin is Literal:
+        if value not in args or isinstance(value, bool) != any(value is arg for arg in args if isinstance(arg, bool)):
+            refuse(f"one of {', '.join(str(arg) for arg in args)}")
+        return value
+    if origin in (tuple, list):
+        if not isinstance(value, list):
+            refuse("a list")
+        return origin(_build(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            refuse("a mapping")
+        return {name: _build(args[1], item, f"{key}.{name}") for name, item in value.items()}
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            value = float(value)  # YAML 1.1 reads 1e-5 as a string
+        except ValueError:
+            refuse("a number")
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        refuse(_name(kind))
+    if kind is float and not math.isfinite(value):
+        refuse("a finite number")
+    return value
+
+
+def _build_section(cls: type[T], values: dict[str, _Node], where: str, key: str) -> T:
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    built = {}
+    for name, node in values.items():
+        full = f"{key}.{name}" if key else name
+        if name not in fields:
+            raise UserError(f"{node.where}: unknown key '{full}'; {nearest(name, list(fields))}")
+        built[name] = _build(hints[name], node, full)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if name not in built and required:
+            raise UserError(f"{where}: '{key + '.' if key else ''}{name}' is missing and has no default; set it")
+    try:
+        return cls(**built)
+    except UserError:
+        raise
+    except ValueError as error:  # what the section's own __post_init__ refuses: "field: what; remedy"
+        name = str(error).partition(":")[0]
+        where = values[name].where if name in values else where
+        raise UserError(f"{where}: {key + '.' if key else ''}{error}")
+
+
+def _name(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    return words.get(kind, str(kind))
+
+
+def _unwrap(node: _Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _unwrap(item) for key, item in node.value.items()}
+    if isinstance(node.value, list):
+        return [_unwrap(item) for item in node.value]
+    return node.value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

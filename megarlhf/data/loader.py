@@ -1,0 +1,116 @@
+"""Batches of a step: a pure function of (data set, seed, step), so that resuming needs no state but the step.
+
+Legend: G rows of the global batch, B = G / dp_size rows of this rank, S tokens a row, K rows of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from megarlhf.batch import Sequences
+from megarlhf.config import UserError
+from megarlhf.data.sft import Examples
+
+
+def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> np.ndarray:
+    """(G,) indices of the rows of global batch `step`. The epochs' permutations follow each other without a gap: a
+    batch that an epoch's end cuts goes on with the next one's, so no row is ever left out or seen twice in an epoch."""
+    epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
+    return np.array([permutation(seed, int(e), num_rows)[p] for e, p in zip(epochs, places, strict=True)], np.int64)
+
+
+@lru_cache(maxsize=2)  # a memo of a pure function: batches walk through one epoch, or over the edge of two
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order of rows in `epoch`."""
+    # RandomState, not Generator or torch.randperm: only its stream is promised to stay the same in later versions, and
+    # a run may be resumed in another container.
+    order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(size)
+    order.flags.writeable = False
+    return order
+
+
+class Loader:
+    """This data-parallel rank's share of every global batch.
+
+    Rank r holds rows [r B, (r + 1) B) of the global batch: put together in rank order they are the same batch in the
+    same order for every `dp_size`. Rows are padded at the right to the longest row of the *global* batch, rounded up to
+    `pad_multiple`, so that all ranks agree on S. Padding has the id `pad_id` (0 if the tokenizer has none): it is
+    behind everything real and outside mask and segments, so its id does not matter.
+
+    Raises UserError if `dp_size` does not divide `global_batch`.
+    """
+
+    def __init__(
+        self,
+        data: Examples,
+        *,
+        global_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        pad_id: int | None = None,
+        pad_multiple: int = 1,
+    ):
+        assert len(data) > 0 and 0 <= dp_rank < dp_size
+        if global_batch < 1 or global_batch % dp_size:
+            raise UserError(
+                f"the global batch of {global_batch} rows cannot be shared evenly by {dp_size} data-parallel ranks; "
+                f"make it a multiple of {dp_size}"
+            )
+        self.data = data
+        self.global_batch = global_batch
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.seed = seed
+        self.pad_id = 0 if pad_id is None else pad_id
+        self.pad_multiple = pad_multiple
+
+    def rows(self, step: int) -> np.ndarray:
+        """(G,) indices of the rows of global batch `step`."""
+        return rows_of_step(step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed)
+
+    def batch(self, step: int) -> Sequences:
+        """Training batch `step` (from 0): after it, (step + 1) * global_batch rows have been consumed. (B, S)"""
+        return self._batch(self.rows(step), np.ones(self.global_batch, bool))
+
+    def num_tokens(self, step: int) -> int:
+        """Tokens of global batch `step`, padding not counted."""
+        return int(self.data.lengths[self.rows(step)].sum())
+
+    def epoch_batches(self) -> Iterator[Sequences]:
+        """Every row once, in the order of the file, for evaluation. The last batch is filled up with rows whose mask is
+        all False, so that it has the shape of the others and divides by `dp_size`. (B, S) each"""
+        for start in range(0, len(self.data), self.global_batch):
+            rows = np.arange(start, start + self.global_batch)
+            real = rows < len(self.data)
+            yield self._batch(np.where(real, rows, start), real)
+
+    def __len__(self) -> int:
+        """Batches an epoch, the incomplete one included."""
+        return -(-len(self.data) // self.global_batch)
+
+    def _batch(self, rows: np.ndarray, real: np.ndarray) -> Sequences:
+        """Global batch of `rows` (G,), of which the `real` (G,) ones count -> this rank's part."""
+        length = max(2, int(self.data.lengths[rows].max()))
+        length = -(-length // self.pad_multiple) * self.pad_multiple
+        share = self.global_batch // self.dp_size
+        mine = slice(self.dp_rank * share, (self.dp_rank + 1) * share)
+
+        tokens = np.full((share, length), self.pad_id, np.int64)
+        mask = np.zeros((share, length - 1), bool)
+        segments = None if self.data.segments is None else np.zeros((share, length), np.int64)
+        for target, (row, counts) in enumerate(zip(rows[mine], real[mine], strict=True)):
+            row_tokens, row_mask, row_segments = self.data.row(row)
+            tokens[target, : len(row_tokens)] = row_tokens
+            if counts:
+                mask[target, : len(row_tokens) - 1] = row_mask[1:]
+            if segments is not None:
+                segments[target, : len(row_tokens)] = row_segments
+        return Sequences(
+            tokens=torch.from_numpy(tokens),
+            mask=torch.from_numpy(mask),
+            segments=None if segments is None else torch.from_numpy(segments),
+        )

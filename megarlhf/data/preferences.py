@@ -1,0 +1,243 @@
+"""Preferences from JSONL: responses to the same prompt, some better than others.
+
+Legend: N tokens of the whole data set, K responses to a prompt, M rows = K x prompts, stored flat as in `sft.Examples`;
+G rows of the global batch, B = G / dp_size rows of this rank.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarlhf.batch import Comparisons
+from megarlhf.config import UserError
+from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.loader import Loader, rows_of_step
+from megarlhf.data.sft import Examples, continuation
+from megarlhf.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreferenceDataConfig:
+    """Where preferences come from. Every line of a file is a JSON object of one of three kinds:
+
+    {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": ...]}: a pair; margin, 0 if there is none, is by how much
+        their scores should differ at least.
+    {"prompt": ..., "responses": [...], "label": 2}: of `num_responses` the best one, counted from 0.
+    {"prompt": ..., "responses": [...], "ranks": [2, 0, 1, 2]}: all of them ranked, one 0 for the best; equal ranks were
+        not told apart.
+
+    A response becomes BOS prompt response EOS, and its score is read at the last token. Other keys are ignored, blank
+    lines too. What is longer than `max_length` tokens loses its end; a prompt is dropped where that, or the file,
+    leaves a better and a worse response alike.
+    """
+
+    train: str
+    validation: str | None = None
+    num_responses: int = 2  # K: 2 for pairs, 4 for best-of-4
+    max_length: int = 1024  # tokens, special ones included
+    add_bos: bool = True  # if the tokenizer has a BOS
+    add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
+    max_bad_fraction: float = 0.01  # more malformed lines than this stop the program; 0: any does
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str = "margin"
+    responses_key: str = "responses"
+    label_key: str = "label"
+    ranks_key: str = "ranks"
+
+    def __post_init__(self):
+        for name in ("num_responses", "max_length"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}: must be at least 2, not {getattr(self, name)}")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preferences(Examples):
+    """Tokenized rows, the K of a prompt adjacent and the best first. `mask` is True at a row's last token."""
+
+    num_responses: int  # K
+    ranks: np.ndarray  # (M,) int64
+    margins: np.ndarray  # (M,) float32: a pair's stands in both of its rows
+
+
+@dataclass(frozen=True)
+class PreferenceReport:
+    """What became of a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+
+    path: str
+    num_lines: int  # without blank ones
+    num_prompts: int
+    num_responses: int
+    num_tokens: int
+    max_length: int
+    truncated: tuple[int, ...]
+    dropped: tuple[int, ...]
+    bad: tuple[tuple[int, str], ...]
+
+    def summary(self) -> str:
+        """One line for the log: the counts, and the first few places of each kind of trouble."""
+        parts = [
+            f"{self.path}: {self.num_prompts} prompts x {self.num_responses} responses, {self.num_tokens} tokens",
+            places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
+            places(self.path, "dropped (better and worse responses alike)", [(line, "") for line in self.dropped]),
+            places(self.path, "malformed and skipped", list(self.bad)),
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+def load_preferences(
+    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig
+) -> tuple[Preferences, PreferenceReport]:
+    """The preferences of one JSONL file (`config.train` or `config.validation`) and what became of its lines.
+
+    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
+    nothing is left.
+    """
+    tokens, offsets, ranks, margins = array("i"), array("q", [0]), array("q"), array("f")
+    truncated, dropped = [], []
+    records = Records(path, max_bad_fraction=config.max_bad_fraction)
+    for line, (rows, row_ranks, margin) in records.read(lambda row: _comparison(row, tokenizer, config)):
+        cut = [ids[: config.max_length] for ids in rows]
+        pairs = [(i, j) for i in range(len(cut)) for j in range(i) if row_ranks[i] != row_ranks[j]]
+        if any(cut[i] == cut[j] for i, j in pairs):
+            dropped.append(line)
+            continue
+        if cut != rows:
+            truncated.append(line)
+        for ids in cut:
+            tokens.extend(ids)
+            offsets.append(len(tokens))
+        ranks.extend(row_ranks)
+        margins.extend([margin] * len(cut))
+    report = PreferenceReport(
+        path=path,
+        num_lines=records.num_lines,
+        num_prompts=len(ranks) // config.num_responses,
+        num_responses=config.num_responses,
+        num_tokens=len(tokens),
+        max_length=config.max_length,
+        truncated=tuple(truncated),
+        dropped=tuple(dropped),
+        bad=tuple(records.bad),
+    )
+    if not ranks:
+        raise UserError(f"{report.summary()}; no preference is left: give a file that has some, or raise max_length")
+    ends = np.array(offsets, np.int64)
+    mask = np.zeros(len(tokens), bool)
+    mask[ends[1:] - 1] = True
+    preferences = Preferences(
+        tokens=np.array(tokens, np.int32),
+        mask=mask,
+        offsets=ends,
+        num_responses=config.num_responses,
+        ranks=np.array(ranks, np.int64),
+        margins=np.array(margins, np.float32),
+    )
+    return preferences, report
+
+
+class PreferenceLoader(Loader):
+    """This data-parallel rank's share of every global batch of preferences, as `Comparisons`: like `Loader`, with whole
+    prompts, shuffled as such, on a rank. Batches are counted in rows, K a prompt.
+
+    Raises UserError if K * `dp_size` does not divide `global_batch`.
+    """
+
+    data: Preferences
+
+    def __init__(self, data: Preferences, *, global_batch: int, dp_size: int = 1, **options):
+        share = data.num_responses * dp_size
+        if global_batch < 1 or global_batch % share:
+            raise UserError(
+                f"the global batch of {global_batch} rows cannot be shared evenly: prompts of {data.num_responses} "
+                f"responses, {dp_size} data-parallel ranks; make it a multiple of {share}"
+            )
+        super().__init__(data, global_batch=global_batch, dp_size=dp_size, **options)
+
+    def rows(self, step: int) -> np.ndarray:
+        """(G,) indices of the rows of global batch `step`, those of a prompt together and in order."""
+        size = self.data.num_responses
+        prompts = rows_of_step(
+            step, num_rows=len(self.data) // size, global_batch=self.global_batch // size, seed=self.seed
+        )
+        return (prompts[:, None] * size + np.arange(size)).ravel()
+
+    def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
+        sequences = super()._batch(rows, real)
+        mine = rows.reshape(self.dp_size, -1)[self.dp_rank]
+        return Comparisons(
+            **vars(sequences),
+            ranks=torch.from_numpy(self.data.ranks[mine]),
+            margins=torch.from_numpy(self.data.margins[mine]),
+        )
+
+
+def _comparison(
+    row: dict[str, Any], tokenizer: Tokenizer, config: PreferenceDataConfig
+) -> tuple[list[list[int]], list[int], float]:
+    """(ids of each response with its prompt, their ranks, margin) of a line, the best first; ValueError says what is
+    wrong with it."""
+    prompt = string(row, config.prompt_key)
+    margin = 0.0
+    if config.responses_key in row:
+        responses = _responses(row, config)
+        ranks = _ranks(row, config)
+    else:
+        responses = {key: string(row, key) for key in (config.chosen_key, config.rejected_key)}
+        ranks = [0, 1]
+        if config.num_responses != 2:
+            raise ValueError(f"a pair, where num_responses is {config.num_responses}")
+        if config.margin_key in row:
+            margin = _margin(row[config.margin_key], config.margin_key)
+    for name, response in responses.items():
+        if not response.strip():
+            raise ValueError(f"'{name}' is empty")
+    before = tokenizer.encode(prompt)
+    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
+    eos = [tokenizer.eos_id] if config.add_eos else []
+    rows = [[*bos, *before, *continuation(tokenizer, prompt, before, text), *eos] for text in responses.values()]
+    if min(map(len, rows)) < 2:
+        raise ValueError("a single token, which has no score; give a prompt, or set add_bos or add_eos")
+    order = sorted(range(len(rows)), key=lambda index: ranks[index])
+    return [rows[index] for index in order], [ranks[index] for index in order], margin
+
+
+def _responses(row: dict[str, Any], config: PreferenceDataConfig) -> dict[str, str]:
+    """{name for messages: response}."""
+    responses, size = row[config.responses_key], config.num_responses
+    if not isinstance(responses, list) or len(responses) != size:
+        found = len(responses) if isinstance(responses, list) else type(responses).__name__
+        raise ValueError(f"'{config.responses_key}' must be a list of num_responses {size}, not {found}")
+    named = {f"{config.responses_key}[{index}]": response for index, response in enumerate(responses)}
+    return {name: string(named, name) for name in named}
+
+
+def _ranks(row: dict[str, Any], config: PreferenceDataConfig) -> list[int]:
+    """The rank of each response, from 'ranks' or 'label'."""
+    size = config.num_responses
+    if config.ranks_key in row:
+        ranks = row[config.ranks_key]
+        whole = isinstance(ranks, list) and all(type(rank) is int and 0 <= rank < size for rank in ranks)
+        if not whole or len(ranks) != size or ranks.count(0) != 1:
+            raise ValueError(
+                f"'{config.ranks_key}' must be {size} whole numbers below {size}, one of them 0 for the best"
+            )
+        return ranks
+    label = row.get(config.label_key)
+    if type(label) is not int or not 0 <= label < size:
+        raise ValueError(f"'{config.label_key}' must be the best's number from 0 to {size - 1}, not {label!r}")
+    return [int(index != label) for index in range(size)]
+
+
+def _margin(margin: Any, key: str) -> float:
+    if type(margin) not in (int, float) or not 0 <= margin <= 1e6:
+        raise ValueError(f"'{key}' must be a number from 0 to 1e6, not {margin!r}")
+    return float(margin)

@@ -1,0 +1,175 @@
+"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and shared out to the ranks.
+
+Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this rank, P columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from megarlhf.batch import Prompts
+from megarlhf.config import UserError
+from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.loader import rows_of_step
+from megarlhf.data.tokenizer import Tokenizer, token_id
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Where prompts come from: a file with {"prompt": ...} on every line. Other keys are ignored, blank lines too."""
+
+    path: str
+    length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
+    truncate: Literal["end", "start"] = "end"  # what a longer prompt loses; detail G2 keeps the first `length` tokens
+    start_text: str | None = None  # a prompt begins behind the first of these (detail P3: "."); without one: dropped
+    end_text: str | None = None  # and ends with the last of these that fits (detail P3: "."); without one: dropped
+    add_bos: bool = True  # if the tokenizer has a BOS; never cut away
+    max_bad_fraction: float = 0.0  # more malformed or empty lines than this stop the program; 0: any does
+    prompt_key: str = "prompt"
+
+    def __post_init__(self):
+        if self.length < 2:
+            raise ValueError(f"length: must be at least 2, not {self.length}")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Tokenized prompts of at most P tokens, with the text each was made from."""
+
+    tokens: list[np.ndarray]  # K of (length,) int64
+    texts: list[str]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, rows: np.ndarray, sequence_ids: np.ndarray, *, length: int, pad_id: int) -> Prompts:
+        """The prompts `rows` as a left-padded batch, (B, P)."""
+        tokens = np.full((len(rows), length), pad_id, np.int64)
+        valid = np.zeros((len(rows), length), bool)
+        for target, row in enumerate(rows):
+            ids = self.tokens[row]
+            tokens[target, length - len(ids) :] = ids
+            valid[target, length - len(ids) :] = True
+        return Prompts(
+            tokens=torch.from_numpy(tokens),
+            valid=torch.from_numpy(valid),
+            sequence_ids=torch.from_numpy(np.asarray(sequence_ids, np.int64)),
+        )
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What became of a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+
+    path: str
+    num_lines: int  # without blank ones
+    num_prompts: int
+    num_tokens: int
+    length: int
+    truncated: tuple[int, ...]
+    dropped: tuple[int, ...]
+    bad: tuple[tuple[int, str], ...]
+
+    def summary(self) -> str:
+        """One line for the log: the counts, and the first few places of each kind of trouble."""
+        parts = [
+            f"{self.path}: {self.num_prompts} prompts, {self.num_tokens} tokens",
+            places(self.path, f"cut to {self.length} tokens", [(line, "") for line in self.truncated]),
+            places(self.path, "dropped (no start_text or end_text)", [(line, "") for line in self.dropped]),
+            places(self.path, "malformed and skipped", list(self.bad)),
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet, PromptReport]:
+    """The prompts of a file and what became of its lines.
+
+    Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
+    or empty, and if nothing is left.
+    """
+    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
+    room = config.length - len(bos)
+    end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
+    tokens, texts, truncated, dropped = [], [], [], []
+    records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
+    for line, text in records.read(lambda row: _text(row, config.prompt_key)):
+        body = text
+        if config.start_text is not None:
+            _, found, body = text.partition(config.start_text)
+            if not found or not body.strip():
+                dropped.append(line)
+                continue
+        ids = tokenizer.encode(body)
+        if len(ids) > room:
+            truncated.append(line)
+            ids = ids[:room] if config.truncate == "end" else ids[-room:]
+        if end is not None:
+            if end not in ids:
+                dropped.append(line)
+                continue
+            ids = ids[: len(ids) - ids[::-1].index(end)]
+        tokens.append(np.array(bos + ids, np.int64))
+        texts.append(text)
+    report = PromptReport(
+        path=config.path,
+        num_lines=records.num_lines,
+        num_prompts=len(tokens),
+        num_tokens=sum(map(len, tokens)),
+        length=config.length,
+        truncated=tuple(truncated),
+        dropped=tuple(dropped),
+        bad=tuple(records.bad),
+    )
+    if not tokens:
+        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some")
+    return PromptSet(tokens, texts), report
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    text = string(row, key)
+    if not text.strip():
+        raise ValueError(f"'{key}' is empty")
+    return text
+
+
+class PromptLoader:
+    """This data-parallel rank's share of every global batch of prompts: a pure function of (data, seed, step).
+
+    Rank r holds the prompts [r B, (r + 1) B) of the global batch. The sequence id of prompt i of batch `step` is
+    step * G + i, so what is sampled for it does not depend on the rank it falls to. `pad_id`: see `Sampler`.
+
+    Raises UserError if `dp_size` does not divide `global_batch`.
+    """
+
+    def __init__(
+        self,
+        data: PromptSet,
+        *,
+        length: int,
+        global_batch: int,
+        pad_id: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+    ):
+        if global_batch % dp_size:
+            raise UserError(
+                f"the global batch of {global_batch} prompts cannot be shared evenly by {dp_size} data-parallel ranks; "
+                f"make it a multiple of {dp_size}"
+            )
+        self.data, self.length, self.pad_id = data, length, pad_id
+        self.global_batch, self.seed = global_batch, seed
+        share = global_batch // dp_size
+        self.mine = slice(dp_rank * share, (dp_rank + 1) * share)
+
+    def batch(self, step: int) -> Prompts:
+        """The prompts of `step` (from 0), (B, P)."""
+        rows = rows_of_step(step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed)
+        sequence_ids = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        return self.data.rows(rows[self.mine], sequence_ids[self.mine], length=self.length, pad_id=self.pad_id)

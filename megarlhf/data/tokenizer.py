@@ -1,0 +1,240 @@
+"""Text <-> token ids behind one small interface, for Hugging Face directories and SentencePiece models alike.
+
+transformers and sentencepiece are imported when a tokenizer is loaded, not before: importing them takes seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarlhf.config import UserError
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+# What makes a Hugging Face tokenizer, apart from a model's weights. config.json is among them because AutoTokenizer
+# chooses the class by the model type in it.
+_HF_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_HF_MARKS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer at `path`: a Hugging Face directory (a model's will do), a SentencePiece `.model` file, or a
+    directory written by `Tokenizer.save`.
+
+    Nothing is fetched and no code from the directory is run. Raises UserError where there is no tokenizer, where it
+    cannot be read, and where it has no EOS token.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _SentencePiece(path)
+    if not path.is_dir():
+        raise UserError(
+            f"{path}: no such tokenizer; give a Hugging Face tokenizer directory or a SentencePiece .model file "
+            "(nothing is downloaded)"
+        )
+    if any((path / name).is_file() for name in _HF_MARKS):
+        return _HuggingFace(path)
+    models = sorted(path.glob("*.model"))
+    if len(models) != 1:
+        found = f"{len(models)} .model files" if models else "neither tokenizer.json nor a .model file"
+        raise UserError(
+            f"{path}: no tokenizer in this directory ({found}); name a tokenizer's directory or .model file"
+        )
+    return _SentencePiece(models[0])
+
+
+def token_id(tokenizer: Tokenizer, text: str, key: str) -> int:
+    """The one token that `text` is behind a word (a SentencePiece tokenizer would put a space before a text of its
+    own), or the token of that name. Raises UserError, naming the
+    configuration's `key`, if there is neither."""
+    word = tokenizer.encode("a")
+    ids = tokenizer.encode("a" + text)
+    if ids[:-1] == word:
+        return ids[-1]
+    named = [index for index, name in tokenizer.tokens().items() if name == text]
+    if not named:
+        raise UserError(
+            f"{key}: {text!r} is not one token behind a word to the tokenizer {tokenizer.path}; give a text that is, "
+            "such as '.' or ' .', or a token's name"
+        )
+    return named[0]
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse (UserError) a tokenizer with ids beyond a model's vocabulary. A smaller tokenizer is fine: many models
+    round their vocabulary up."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{tokenizer.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary has "
+            f"{vocab_size} entries; use the tokenizer the model was trained with"
+        )
+
+
+class Tokenizer(ABC):
+    """What every tokenizer of this project can do. Made by `load_tokenizer`."""
+
+    path: Path  # where it was loaded from; for messages
+    bos_id: int | None
+    eos_id: int
+    pad_id: int | None  # a token that is nothing but padding; None also where it doubles as BOS, EOS or UNK
+    vocab_size: int  # largest id + 1
+
+    def __init__(self, path: Path, files: Iterable[Path], root: Path):
+        self.path = path
+        # Kept in memory: a run outlives the checkpoint it was resumed from, which retention deletes.
+        self._files = {file.relative_to(root): file.read_bytes() for file in files}
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without BOS or EOS. (Hugging Face tokenizers turn the name of a special token inside
+        `text` into that token, as hand-written chat prompts need; SentencePiece reads it as plain text.)"""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` (a list, an array or a 1-D tensor). Padding is left out; other special tokens are shown."""
+
+    @abstractmethod
+    def tokens(self) -> dict[int, str]:
+        """The vocabulary: the token of each id, spelt as in the tokenizer's files ("▁the", "Ġthe", "</s>")."""
+
+    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        """A conversation in the tokenizer's chat template -> (ids, mask), the mask True on the assistant's tokens:
+        what it says and the token that ends its turn. A template with {% generation %} blocks marks them itself;
+        otherwise the conversation is rendered up to each turn.
+
+        Raises UserError if there is no chat template, ValueError (without a place: the caller knows the line) if the
+        template refuses `messages`, or changes the beginning of a conversation as it goes on.
+        """
+        raise UserError(
+            f"{self.path}: the tokenizer has no chat template; use one that has, or write the conversations out as "
+            "prompt and response"
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write the tokenizer's files to `directory`, as they were when it was loaded; `load_tokenizer` reads them."""
+        for name, content in self._files.items():
+            target = Path(directory, name)
+            if name.name == "config.json" and target.exists():
+                continue  # a model's directory has its own
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+
+
+class _SentencePiece(Tokenizer):
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        super().__init__(path, [path], path.parent)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=self._files[Path(path.name)])
+        except RuntimeError:
+            raise UserError(
+                f"{path}: not a SentencePiece model; give a .model file, or a directory with a Hugging Face tokenizer"
+            )
+        if self._model.eos_id() < 0:
+            raise UserError(f"{path}: the tokenizer has no EOS token; train it with an eos_id")
+        self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.eos_id = self._model.eos_id()
+        self.pad_id = self._model.pad_id() if self._model.pad_id() >= 0 else None
+        self.vocab_size = self._model.vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts: list[str] = []
+        run: list[int] = []
+        for token in [int(token) for token in ids if int(token) != self.pad_id]:
+            if self._model.is_control(token):  # sentencepiece would leave it out
+                parts += [self._model.decode(run), self._model.id_to_piece(token)]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*parts, self._model.decode(run)])
+
+    def tokens(self) -> dict[int, str]:
+        return {token: self._model.id_to_piece(token) for token in range(self.vocab_size)}
+
+
+class _HuggingFace(Tokenizer):
+    def __init__(self, path: Path):
+        from transformers import AutoTokenizer
+
+        super().__init__(path, sorted(file for name in _HF_FILES for file in path.glob(name)), path)
+        try:
+            self._model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises whatever the files make it raise
+            raise UserError(
+                f"{path}: transformers cannot load this tokenizer ({type(error).__name__}: {_first_line(error)}); "
+                "check that its files are complete"
+            )
+        if self._model.eos_token_id is None:
+            raise UserError(f"{path}: the tokenizer has no EOS token; set eos_token in its tokenizer_config.json")
+        self._model.model_max_length = 2**62  # lengths are checked where they matter; it would only warn about them
+        self.bos_id, self.eos_id = self._model.bos_token_id, self._model.eos_token_id
+        pad = self._model.pad_token_id
+        self.pad_id = pad if pad not in (self.bos_id, self.eos_id, self._model.unk_token_id) else None
+        self.vocab_size = max(self._model.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = [int(token) for token in ids if int(token) != self.pad_id]
+        return self._model.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def tokens(self) -> dict[int, str]:
+        return {token: name for name, token in self._model.get_vocab().items()}
+
+    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        template = self._model.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        if template is None:
+            return super().chat(messages)
+        # Only the tokenizers of the Rust library know which character a token comes from.
+        if self._model.is_fast and _GENERATION_BLOCK.search(template):
+            out = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
+
+        ids = self._chat_ids(messages)
+        mask = [False] * len(ids)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if index == 0:
+                raise ValueError("the assistant speaks first; begin the conversation with a user or system message")
+            before = self._chat_ids(messages[:index], add_generation_prompt=True)
+            after = self._chat_ids(messages[: index + 1])
+            if after[: len(before)] != before or ids[: len(after)] != after:
+                raise ValueError(
+                    f"message {index + 1}: its tokens cannot be told apart, because the chat template changes the "
+                    "beginning of a conversation as it goes on; use a template with {% generation %} blocks, or "
+                    "conversations that end with their only assistant message"
+                )
+            end = len(after)
+            if self.eos_id in after[len(before) :]:  # templates write a line break behind it: nobody's token
+                end -= after[::-1].index(self.eos_id)
+            mask[len(before) : end] = [True] * (end - len(before))
+        return ids, mask
+
+    def _chat_ids(self, messages: list[Message], *, add_generation_prompt: bool = False) -> list[int]:
+        return self.encode(self._render(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+
+    def _render(self, messages: list[Message], **options):
+        try:
+            return self._model.apply_chat_template(messages, **options)
+        except Exception as error:  # a template can fail in any way, and has a raise_exception() of its own
+            raise ValueError(f"the chat template refuses the conversation: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,271 @@
+"""Engine: a model that can be run forward and stepped. The only caller of megatron's schedules.
+
+Every rank calls the same two verbs with its data-parallel share of a batch. Tensor, pipeline, sequence and data
+parallelism, micro-batches and the distributed optimizer stay in here.
+
+A loss is a pure function `loss(outputs, rows) -> (sum, count, metrics)`: the head's outputs by name, (B, R) each, and
+the rows they belong to; `sum` a differentiable scalar, `count` the number of tokens (or pairs) it sums over, and
+metrics as {name: (sum, count) | Variance | Max | Min}. One place divides, by the count over all micro-batches and
+data-parallel ranks, so gradients do not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megarlhf import metrics, optim
+from megarlhf.batch import Sequences
+from megarlhf.cluster import backend
+from megarlhf.cluster.parallel import Topology
+from megarlhf.metrics import Mean, Metric
+from megarlhf.optim import OptimizerConfig
+
+Outputs = dict[str, Tensor]
+Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor] | Metric]]]
+Part = tuple[Sequences, Loss | None, dict[str, Any]]  # rows, what to make of the outputs, options of the head
+
+
+class Engine:
+    """One model on this rank: its chunks (one, or several with the interleaved schedule) and, if it trains, its
+    optimizer. Build it with `models.build.build`."""
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        config: TransformerConfig,
+        topology: Topology,
+        *,
+        micro_batch_size: int,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        seed: int = 0,
+    ):
+        self.modules = chunks  # the bare models, for weights and checkpoints
+        self.chunks = chunks  # what the schedules run
+        self.config = config
+        self.topology = topology
+        self.micro_batch_size = micro_batch_size
+        self.optimizer_config = optimizer
+        self.optimizer = None
+        self.total_steps = total_steps
+        self.seed = seed
+        self.steps = 0  # updates done
+        for chunk in chunks:
+            chunk.requires_grad_(optimizer is not None)
+        if optimizer is not None:
+            self._make_trainable()
+
+    def _make_trainable(self) -> None:
+        parallel = self.topology.parallel
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        )
+        self.chunks = [
+            DistributedDataParallel(config=self.config, ddp_config=ddp, module=module, disable_bucketing=i > 0)
+            for i, module in enumerate(self.modules)
+        ]
+        self.optimizer = optim.build(self.chunks, self.optimizer_config, parallel, self.config.params_dtype)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+        def per_chunk(name: str):
+            functions = [getattr(chunk, name) for chunk in self.chunks]
+            return functions if len(functions) > 1 else functions[0]
+
+        if parallel.overlap_grad_reduce:
+            self.config.no_sync_func = per_chunk("no_sync")
+            if len(self.chunks) > 1:
+                self.config.grad_sync_func = per_chunk("start_grad_sync")
+        if parallel.overlap_param_gather:
+            self.config.param_sync_func = per_chunk("start_param_sync")
+
+    # ------------------------------------------------------------------------------------------- the two verbs
+
+    def forward(self, batch: Sequences, **options) -> Outputs:
+        """The head's outputs for this data-parallel rank's rows, (B, R) each, on every rank of its model; no gradients,
+        no dropout. `options` go to the head (temperature, with_entropy)."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            parts = self._run((batch, None, options), forward_only=True)
+        outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        return self._from_last_stage(outputs)
+
+    def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
+        """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
+        `grad_norm` and `lr`. `more`: further (batch, loss, options) whose gradients go into the same update; rows of
+        the same length S. The sums of all are divided by the sum of all counts."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._seed_dropout()
+        parts = self._run((batch, loss, options), *more)
+        rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
+        grad_norm = self._update()
+        self.steps += 1
+        return {**self._reduce(parts), "grad_norm": Mean(grad_norm, 1), "lr": Mean(rate, 1)}
+
+    def evaluate(self, batch: Sequences, loss: Loss, **options) -> dict[str, Metric]:
+        """The metrics of `loss` on the global batch without an update, on every rank."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return self._reduce(self._run((batch, loss, options), forward_only=True))
+
+    @torch.no_grad()
+    def follow(self, other: Engine, decay: float) -> None:
+        """Move this engine's weights towards another's of the same layout: decay * own + (1 - decay) * other's."""
+        other.sync_params()
+        for module, leader in zip(self.modules, other.modules, strict=True):
+            for own, its in zip(module.parameters(), leader.parameters(), strict=True):
+                own.lerp_(its.to(own.dtype), 1 - decay)
+
+    # ------------------------------------------------------------------------------------------- how
+
+    def _run(self, *parts: Part, forward_only: bool = False) -> list:
+        """megatron's schedule over the micro-batches of all parts. One item a micro-batch on the last stage, elsewhere
+        none: the loss's metrics, or where there is no loss the outputs."""
+        size, length = self.micro_batch_size, parts[0][0].tokens.shape[1]
+        for batch, _, _ in parts:
+            assert len(batch) % size == 0, (len(batch), size)
+            assert batch.tokens.shape[1] == length, (batch.tokens.shape, length)
+        parts = [(batch.to(backend.device()), loss, options) for batch, loss, options in parts]
+
+        def micro_batches() -> Iterator[Part]:
+            for batch, loss, options in parts:
+                for start in range(0, len(batch), size):
+                    yield batch.select(slice(start, start + size)), loss, options
+
+        def forward_step(iterator: Iterator[Part], model: torch.nn.Module):
+            rows, loss, options = next(iterator)
+
+            def finish(outputs: Outputs, non_loss_data: bool = False):
+                if non_loss_data:
+                    return outputs
+                total, count, values = loss(outputs, rows)
+                return total, count.to(torch.int), metrics.of_loss(values)
+
+            return model(rows, **options), finish
+
+        iterators = [micro_batches() for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=sum(len(batch) for batch, _, _ in parts) // size,
+            seq_length=length,
+            micro_batch_size=size,
+            forward_only=forward_only,
+            collect_non_loss_data=parts[0][1] is None,
+        )
+
+    def _update(self) -> float:
+        """Clip and apply the gradients; their norm before that. One that is not finite leaves the weights alone."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if math.isfinite(norm):
+            for part in self.optimizer.chained_optimizers:
+                if self.optimizer_config.clip_grad > 0:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.optimizer_config.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _reduce(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+        """Sums over micro-batches, then over data-parallel ranks; from the last stage to every stage."""
+        total = metrics.add([{name: metric.map(float) for name, metric in part.items()} for part in parts])
+        total = metrics.all_reduce(total, self.topology.data_group, backend.device())
+        if self.topology.parallel.pipeline > 1:
+            box = [total]
+            dist.broadcast_object_list(box, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
+            total = box[0]
+        return total
+
+    def _from_last_stage(self, outputs: Outputs) -> Outputs:
+        if self.topology.parallel.pipeline == 1:
+            return outputs
+        source, group = self.topology.last_stage_rank, self.topology.pipeline_group
+        box = [{name: (value.shape, value.dtype) for name, value in outputs.items()}]
+        dist.broadcast_object_list(box, src=source, group=group)
+        for name, (shape, dtype) in box[0].items():
+            if name not in outputs:
+                outputs[name] = torch.empty(shape, dtype=dtype, device=backend.device())
+            outputs[name] = outputs[name].contiguous()
+            dist.broadcast(outputs[name], src=source, group=group)
+        return outputs
+
+    def _seed_dropout(self) -> None:
+        """Dropout depends on (seed, update, pipeline and data rank) alone, so a resumed run draws what a straight run
+        would and no generator state is saved. Tensor ranks are told apart by megatron's tracker."""
+        if self.config.hidden_dropout or self.config.attention_dropout:
+            key = (self.seed, self.steps, self.topology.pipeline_rank, self.topology.data_rank)
+            model_parallel_cuda_manual_seed(zlib.crc32(repr(key).encode()), force_reset_rng=True)
+
+    def sync_params(self) -> None:
+        """Make the weights whole where their gather would overlap with the next forward pass."""
+        if self.optimizer is not None and self.topology.parallel.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def sharded_state(
+        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Weights (but those whose names begin with one of `fresh`) and, if this engine trains, optimizer and step
+        count, as megatron's sharded state dict."""
+        self.sync_params()
+        state = {
+            part: {name: value for name, value in weights.items() if not name.startswith(fresh)}
+            for part, weights in self._sharded_weights().items()
+        }
+        if self.optimizer is not None and not weights_only:
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                self._sharded_weights(), is_loading=loading, metadata=_metadata()
+            )
+            state["steps"] = self.steps
+        return state
+
+    def _sharded_weights(self) -> dict[str, Any]:
+        # megatron stores process groups in the metadata it is given: a fresh one each call
+        if len(self.modules) == 1:
+            return {"model": self.modules[0].sharded_state_dict(metadata=_metadata())}
+        return {f"model{i}": module.sharded_state_dict(metadata=_metadata()) for i, module in enumerate(self.modules)}
+
+    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
+        for i, module in enumerate(self.modules):
+            weights = state["model" if len(self.modules) == 1 else f"model{i}"]
+            missing, unexpected = module.load_state_dict(weights, strict=False)
+            missing = [name for name in missing if not name.endswith("_extra_state") and not name.startswith(fresh)]
+            assert not missing and not unexpected, (missing, unexpected)
+        if self.optimizer is None:
+            return
+        if weights_only:
+            self.optimizer.reload_model_params()  # the fp32 main weights follow the loaded ones
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.steps = state["steps"]
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }

@@ -1,0 +1,118 @@
+"""The step-0 gate: before the first update, what must be equal is measured to be equal.
+
+RLHF goes wrong silently: a sampler that disagrees with the trainer, a reference that is not the start, a padding that
+is read. Each check below measures one such difference on the first rollout and refuses to train with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarlhf.batch import Rollout, Signals
+from megarlhf.config import UserError
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
+
+PADDING = 8  # columns added on the left by the padding check
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What to check, and what counts as equal: the mean absolute difference of token log-probs."""
+
+    enabled: bool = True
+    every: int = 0  # also before every so many further steps; 0: only before the first
+    tolerance: float | None = None  # nats; default: 1e-4 in fp32, 0.03 in bf16
+    rows: int = 64  # of this rank's rollout, rounded to whole micro-batches, for the checks that compute again
+
+    def __post_init__(self):
+        if self.rows < 1 or self.every < 0:
+            raise ValueError("rows: rows must be positive and every must not be negative")
+        if self.tolerance is not None and self.tolerance <= 0:
+            raise ValueError(f"tolerance: must be positive, not {self.tolerance}")
+
+    def due(self, step: int) -> bool:
+        """Whether to check before update number `step` (from 0)."""
+        return self.enabled and (step == 0 or (self.every > 0 and step % self.every == 0))
+
+
+def check(
+    rollout: Rollout, signals: Signals, *, actor: Engine, at_start: bool, temperature: float, config: GateConfig
+) -> dict[str, float]:
+    """The measured differences by name, on every rank. Collective.
+
+    `at_start`: the actor still equals the reference, so their KL must be 0. Raises UserError with the difference and
+    the likely cause where one is too large.
+    """
+    tolerance = config.tolerance or (1e-4 if actor.config.params_dtype is torch.float32 else 0.03)
+    mask = rollout.mask
+    size = max(1, min(config.rows, len(rollout)) // actor.micro_batch_size) * actor.micro_batch_size
+    some, part = rollout.select(slice(size)), mask[:size]
+
+    def logprobs(rows: Rollout) -> Tensor:
+        return actor.forward(rows, temperature=temperature)["logprobs"]
+
+    measured = {
+        "sampler": (
+            _difference(rollout.logprobs, signals.logprobs, mask, actor),
+            "the sampler's log-probs are not the trainer's: weights out of date in the sampler, another temperature, "
+            "or (in bf16) a tolerance that is too tight",
+        ),
+        "ratio": (
+            _difference(logprobs(some), signals.logprobs[:size], part, actor),
+            "the same weights give two answers, so the first ratio is not 1: dropout or a random operation",
+        ),
+        "padding": (
+            _difference(logprobs(_padded(some)), signals.logprobs[:size], part, actor),
+            "padding changes the result: an attention kernel that ignores the mask, or positions counted over padding",
+        ),
+        "micro_batch": (
+            _difference(_in_micro_batches(actor, some, 1, logprobs), signals.logprobs[:size], part, actor),
+            "the micro-batch size changes the result: rows are not independent of each other",
+        ),
+    }
+    if at_start:
+        measured["reference"] = (
+            _difference(signals.logprobs, signals.ref_logprobs, mask, actor),
+            "the policy does not start at the reference: reference.checkpoint is another model than model.checkpoint",
+        )
+    for name, (difference, cause) in measured.items():
+        if not difference <= tolerance:
+            raise UserError(
+                f"step-0 gate: '{name}' differs by {difference:.3g} nats a token (tolerance {tolerance:g}): {cause}; "
+                "mend that, or set gate.tolerance if the difference is understood"
+            )
+    return {f"gate/{name}": difference for name, (difference, _) in measured.items()}
+
+
+def _difference(left: Tensor, right: Tensor, mask: Tensor, engine: Engine) -> float:
+    """The mean absolute difference over the tokens that count, of all data-parallel ranks; NaN counts as different."""
+    sums = torch.stack([torch.where(mask, (left - right).abs(), 0).double().sum(), mask.double().sum()])
+    dist.all_reduce(sums, group=engine.topology.data_group)
+    return (sums[0] / sums[1]).item()
+
+
+def _padded(rows: Rollout) -> Rollout:
+    """The same rows behind `PADDING` more columns of padding."""
+    return dataclasses.replace(
+        rows,
+        tokens=F.pad(rows.tokens, (PADDING, 0), value=int(rows.tokens[0, 0])),
+        segments=F.pad(rows.segments, (PADDING, 0)),
+        prompt_len=rows.prompt_len + PADDING,
+    )
+
+
+def _in_micro_batches(engine: Engine, rows: Rollout, size: int, logprobs) -> Tensor:
+    before, engine.micro_batch_size = engine.micro_batch_size, size
+    try:
+        return logprobs(rows)
+    finally:
+        engine.micro_batch_size = before

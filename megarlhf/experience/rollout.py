@@ -1,0 +1,87 @@
+"""From a rollout to what is learned from it: what the models say of it, and the minibatches of a step.
+
+Legend: B rows of this data-parallel rank, G of the global batch, P prompt columns, R response columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.batch import Experience, Rollout, Signals
+from megarlhf.cluster import backend
+from megarlhf.cluster.parallel import Topology
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
+
+
+def evaluate(
+    rollout: Rollout, *, actor: Engine, reference: Engine, critic: Engine | None, temperature: float
+) -> Signals:
+    """Log-probs at the sampling temperature (detail P1) of the policy and the reference, and values, of the sampled
+    tokens; the policy, the reference and the critic see the untruncated response. `critic` None: the actor's own head
+    gives the values. Collective."""
+    outputs = actor.forward(rollout, temperature=temperature)
+    values = outputs["values"] if critic is None else critic.forward(rollout)["values"]
+    with resident(reference):
+        ref_logprobs = reference.forward(rollout, temperature=temperature)["logprobs"]
+    return Signals(logprobs=outputs["logprobs"], ref_logprobs=ref_logprobs, values=values.masked_fill(~rollout.mask, 0))
+
+
+def keep_on_host(engine: Engine) -> None:
+    """Move a model's weights to host memory; `resident` brings them back for as long as they are needed."""
+    for module in engine.modules:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.cpu()
+            if backend.on_cuda():
+                parameter.data = parameter.data.pin_memory()
+
+
+@contextlib.contextmanager
+def resident(engine: Engine) -> Iterator[None]:
+    """The engine's weights on the device, for a model that is otherwise kept on the host; free for one that is not."""
+    parameters = [parameter for module in engine.modules for parameter in module.parameters()]
+    host = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(backend.device(), non_blocking=True)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, host, strict=True):
+            parameter.data = data
+
+
+def minibatches(
+    experience: Experience, *, epochs: int, count: int, seed: int, step: int, topology: Topology
+) -> Iterator[Experience]:
+    """This rank's share of each minibatch of a step: `epochs` times the batch in `count` parts, reshuffled in each
+    epoch (detail P7). The order is that of the global batch, a function of (seed, step, epoch), so that a minibatch is
+    the same rows under every layout. `experience`: this rank's B rows."""
+    whole = gather(experience, topology)
+    rows = len(whole)
+    share = rows // count // topology.data_size
+    for epoch in range(epochs):
+        generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, step, epoch))))
+        order = torch.from_numpy(generator.permutation(rows)).to(whole.tokens.device)
+        for minibatch in order.view(count, rows // count):
+            yield whole.select(minibatch[topology.data_rank * share : (topology.data_rank + 1) * share])
+
+
+def gather(experience: Experience, topology: Topology) -> Experience:
+    """The global batch, G rows in the order of the data-parallel ranks, on every rank."""
+    if topology.data_size == 1:
+        return experience
+
+    def collect(value: Tensor) -> Tensor:
+        parts = [torch.empty_like(value) for _ in range(topology.data_size)]
+        dist.all_gather(parts, value.contiguous(), group=topology.data_group)
+        return torch.cat(parts)
+
+    return experience.map(collect)

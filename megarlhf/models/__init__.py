@@ -1,0 +1,1 @@
+"""Models: an architecture, the Megatron module that computes it, its heads, and the Engine that runs it."""

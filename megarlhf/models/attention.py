@@ -1,0 +1,41 @@
+"""Core attention over torch's scaled_dot_product_attention, for every backend.
+
+It honours a boolean mask everywhere (TE's causal attention does not look at one), takes torch's fused causal kernel
+when there is no mask, and knows grouped-query attention without repeating keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+class Attention(MegatronModule):
+    """`core_attention` of a layer spec. Constructor arguments are the ones megatron's SelfAttention passes."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_) -> Tensor:
+        """query [S, B, heads, D], key and value [S, B, groups, D]; attention_mask bool, True = not seen, broadcastable
+        to [B, 1, S, S], or None for plain causal attention. Returns [S, B, heads * D]."""
+        length, rows = query.shape[:2]
+        dropout = self.config.attention_dropout if self.training else 0.0
+        # Under sequence parallelism the surrounding region already draws per rank.
+        fork = dropout > 0 and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            context = F.scaled_dot_product_attention(
+                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                is_causal=attention_mask is None,
+                dropout_p=dropout,
+                scale=self.scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+        return context.permute(2, 0, 1, 3).reshape(length, rows, -1)

@@ -1,0 +1,103 @@
+"""What a model returns instead of logits: token log-probs, values or scores, as response-aligned (B, R) tensors.
+
+The shift by one between a position and the token it predicts happens here and nowhere else.
+Legend: B rows, S tokens, P prompt columns, R = S - P, H hidden size, V' vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megarlhf import kernels
+from megarlhf.batch import Sequences
+from megarlhf.cluster import backend
+
+
+class WordHead(tensor_parallel.ColumnParallelLinear):
+    """The output layer as a head: log-probs of the tokens that follow, never logits.
+
+    `GPTModel` builds the ColumnParallelLinear (weight, tying, checkpoint keys, DDP hooks); `GPT` turns it into this.
+    """
+
+    def forward(
+        self,
+        hidden: Tensor,
+        sequences: Sequences,
+        *,
+        weight: Tensor,
+        vocab_size: int,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> dict[str, Tensor]:
+        """hidden [S, B, H] (a [S/TP, B, H] shard under sequence parallelism), post final norm; weight [V', H], its own
+        or the word embedding's. Returns {"logprobs": (B, R)[, "entropy": (B, R)]} in fp32, 0 where `sequences.mask` is
+        False: those positions cost nothing."""
+        first, (rows, length) = sequences.prompt_len, sequences.tokens.shape
+        counted = sequences.mask.t().flatten().nonzero().squeeze(1)  # index into [R * B], the response-aligned rows
+        labels = sequences.tokens[:, first:].t().flatten()[counted]
+        output = kernels.linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            rows=counted + (first - 1) * rows,  # the hidden state one position before predicts the token
+            temperature=temperature,
+            with_entropy=with_entropy,
+            vocab_size=vocab_size,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+        def response_aligned(values: Tensor) -> Tensor:
+            full = values.new_zeros((length - first) * rows)
+            return full.index_put((counted,), values).view(length - first, rows).t()
+
+        outputs = {"logprobs": response_aligned(output.logprobs)}
+        if with_entropy:
+            outputs["entropy"] = response_aligned(output.entropy)
+        return outputs
+
+    def logits(self, hidden: Tensor, column: int, *, weight: Tensor) -> Tensor:
+        """(B, V'): this rank's columns of the logits at one `column` of the sequences; `hidden` as in `forward`."""
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        return F.linear(hidden[column], weight)
+
+
+class ScalarHead(nn.Module):
+    """One number a token, in fp32: a critic's values or a reward model's scores (detail G1).
+
+    A value belongs to the state *before* a token (position P + j - 1 for column j), a score to the text *up to and
+    including* it (position P + j). Replicated over the tensor-parallel ranks.
+
+    What it returns is reward_gain * raw + reward_bias: two constants that reward-model training sets (detail R3).
+    """
+
+    def __init__(self, config, output: str):
+        super().__init__()
+        assert output in ("values", "scores")
+        self.output = output
+        self.sequence_parallel = config.sequence_parallel
+        kwargs = dict(dtype=config.params_dtype, device=backend.device())
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **kwargs))
+        self.bias = nn.Parameter(torch.empty(1, **kwargs))
+        self.register_buffer("reward_gain", torch.ones(1, device=backend.device()))
+        self.register_buffer("reward_bias", torch.zeros(1, device=backend.device()))
+
+    def forward(self, hidden: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+        """hidden [S, B, H] or its sequence shard -> {output: (B, R)} in fp32."""
+        if self.sequence_parallel:
+            # Every rank computes the whole head, so its input's gradient is whole as well: the backward is a split.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        first = sequences.prompt_len
+        hidden = hidden[first - 1 : -1] if self.output == "values" else hidden[first:]
+        raw = F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1).t()
+        return {self.output: self.reward_gain * raw + self.reward_bias}
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )

@@ -1,0 +1,57 @@
+"""Where a model stands: paths of models, checkpoints and runs resolved to one model directory.
+
+model directory        architecture.yaml and megatron's torch_dist files
+checkpoint directory   actor/ (and critic/, reward/, ...), each a model directory; tokenizer/
+run directory          checkpoints/latest, a text file that names the step directory beside it, a checkpoint
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarlhf.config import UserError
+from megarlhf.models.spec import FILE
+
+
+def find_model(path: str | Path, role: str = "actor") -> Path:
+    """The model directory meant by `path`: itself, whatever its role, or that of `role` in a checkpoint or a run."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory; give a model, a checkpoint or a run directory")
+    if (path / FILE).is_file():
+        return path
+    checkpoint = _checkpoint(path)
+    if (checkpoint / role / FILE).is_file():
+        return checkpoint / role
+    roles = sorted(file.parent.name for file in checkpoint.glob(f"*/{FILE}"))
+    if roles:
+        raise UserError(f"{checkpoint}: holds no '{role}' model; present: {', '.join(roles)}")
+    if (path / "config.json").is_file():
+        raise UserError(
+            f"{path}: a Hugging Face model, not one of megarlhf; convert it with "
+            f"'python -m tools.convert hf2megatron {path} TARGET' and give TARGET"
+        )
+    raise UserError(
+        f"{path}: neither a model ({FILE}), nor a checkpoint ({role}/{FILE}), nor a run (checkpoints/latest); "
+        "give one of these"
+    )
+
+
+def find_tokenizer(path: str | Path) -> Path | None:
+    """The tokenizer that belongs to the model, checkpoint or run `path`; None if it came without one."""
+    path = Path(path)
+    checkpoint = path.parent if (path / FILE).is_file() else _checkpoint(path)
+    tokenizer = checkpoint / "tokenizer"
+    return tokenizer if tokenizer.is_dir() else None
+
+
+def _checkpoint(path: Path) -> Path:
+    """The checkpoint directory of `path`: the latest one if it is a run, else `path` itself."""
+    latest = path / "checkpoints" / "latest"
+    if not latest.is_file():
+        return path
+    name = latest.read_text().strip()
+    step = latest.parent / name
+    if not name or not step.is_dir():
+        raise UserError(f"{latest}: names '{name}', which does not exist; write the name of a complete step into it")
+    return step

@@ -1,0 +1,231 @@
+"""`Architecture`: what a model *is*, apart from any checkpoint format, layout or precision.
+
+Every checkpoint of this project carries its architecture (`architecture.yaml`), the converters translate it from and to
+other projects' configurations, and `transformer_config` turns it into megatron-core's TransformerConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import yaml
+
+from megarlhf import config as configuration
+from megarlhf.config import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    from megarlhf.cluster.parallel import ParallelConfig
+
+FILE = "architecture.yaml"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretched rotary frequencies (transformers `rope_type: llama3`)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer. `family` names the table that converts it (tools/convert), nothing else depends on
+    it.
+
+    `vocab_size` is the true vocabulary: the rows a tensor-parallel layout adds are an affair of that layout
+    (`padded_vocab_size`) and never receive probability.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads; num_attention_heads without grouped-query attention
+    vocab_size: int
+    max_position_embeddings: int
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    norm_epsilon: float = 1e-5
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated_mlp: bool = True  # SwiGLU and its kin: act(gate) * up
+    linear_bias: bool = False
+    qkv_bias: bool = False  # a bias on q, k, v alone (qwen2); implied by linear_bias
+    position_embedding: Literal["rope", "learned"] = "rope"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False  # the output layer shares the word embedding's weight
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{field.name}: must be at least 1, not {value}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups: {self.num_query_groups} key/value heads do not divide {self.num_attention_heads} "
+                "attention heads; every group must serve the same number of heads"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}; "
+                "change one or set head_dim"
+            )
+
+    @property
+    def kv_channels(self) -> int:
+        """Size of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, norms and biases included, vocabulary padding not."""
+        h, f, d = self.hidden_size, self.ffn_hidden_size, self.kv_channels
+        qkv = d * (self.num_attention_heads + 2 * self.num_query_groups)
+        norm = h * (1 if self.normalization == "RMSNorm" else 2)
+        layer = h * qkv + d * self.num_attention_heads * h + h * f * (3 if self.gated_mlp else 2) + 2 * norm
+        if self.linear_bias or self.qkv_bias:
+            layer += qkv
+        if self.linear_bias:
+            layer += 2 * h + f * (2 if self.gated_mlp else 1)
+        positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
+        return layer * self.num_layers + norm + positions + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+
+    def padded_vocab_size(self, tensor: int) -> int:
+        """Rows of the embedding at this tensor-parallel size: a multiple of 128 a rank, as megatron's default. The
+        sampler draws in blocks of 128 ids (kernels/sampling.py), each of which must lie on one rank."""
+        multiple = 128 * tensor
+        return -(-self.vocab_size // multiple) * multiple
+
+    def save(self, directory: Path) -> None:
+        (directory / FILE).write_text(configuration.dump(self))
+
+    @classmethod
+    def load(cls, directory: Path) -> Architecture:
+        path = directory / FILE
+        if not path.is_file():
+            raise UserError(
+                f"{directory}: not a megarlhf model ({FILE} is missing); convert a Hugging Face model with "
+                f"'python -m tools.convert hf2megatron SOURCE {directory}'"
+            )
+        return configuration.from_dict(cls, yaml.safe_load(path.read_text()), str(path))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is computed. Give `checkpoint`, or `architecture` to start from random weights."""
+
+    checkpoint: str | None = None  # a run, a checkpoint or a model directory
+    architecture: Architecture | None = None
+    dtype: Literal["bf16", "fp32"] = "bf16"  # bf16 keeps fp32 main weights in the optimizer
+    dropout: float = 0.0
+    recompute: Literal["none", "selective", "full"] = "none"  # activations to compute again in the backward pass
+
+    def __post_init__(self):
+        if (self.checkpoint is None) == (self.architecture is None):
+            raise ValueError("checkpoint: give either checkpoint or architecture, not both and not neither")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: must be in [0, 1), not {self.dropout}")
+
+
+def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Refuse (UserError) a model that this layout cannot hold, before anything is built."""
+    for name, size in (
+        ("num_attention_heads", architecture.num_attention_heads),
+        ("num_query_groups", architecture.num_query_groups),
+        ("ffn_hidden_size", architecture.ffn_hidden_size),
+    ):
+        if size % parallel.tensor:
+            raise UserError(
+                f"parallel.tensor: {parallel.tensor} does not divide the model's {name} {size}; "
+                f"use a tensor size that divides it"
+            )
+    stages = parallel.pipeline * parallel.chunks
+    if architecture.num_layers % stages:
+        raise UserError(
+            f"parallel.pipeline: the model's {architecture.num_layers} layers cannot be shared evenly by {stages} "
+            "pipeline stages (pipeline x virtual_pipeline); use sizes that divide it"
+        )
+
+
+def transformer_config(
+    architecture: Architecture,
+    *,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    recompute: Literal["none", "selective", "full"] = "none",
+) -> TransformerConfig:
+    """megatron-core's view of `architecture` on this layout and backend."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.transformer import TransformerConfig
+
+    from megarlhf.cluster import backend
+
+    activation = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}[architecture.activation]
+    recomputation = {
+        "none": {},
+        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+        "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    }[recompute]
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        normalization=architecture.normalization,
+        layernorm_epsilon=architecture.norm_epsilon,
+        activation_func=activation,
+        gated_linear_unit=architecture.gated_mlp,
+        add_bias_linear=architecture.linear_bias,
+        add_qkv_bias=architecture.qkv_bias or architecture.linear_bias,
+        # megatron marks a tensor-parallel weight only when it also initialises it; ours come from build.initialize
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        attention_softmax_in_fp32=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        # The interleaved schedule sends both ways between the same two ranks; in one batch of messages over two stages
+        # activations and gradients would be taken for each other, silently.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
+        sequence_parallel=parallel.sequence,
+        # Losses are sums with counts (see engine.py): Megatron divides by the count once, over all micro-batches and
+        # data-parallel ranks, so gradients do not depend on how a batch is cut.
+        calculate_per_token_loss=True,
+        # megatron refuses variable_seq_lengths with the default dispatcher even in dense models
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=False,
+        **recomputation,
+        **backend.transformer_overrides(swiglu=architecture.gated_mlp and architecture.activation == "silu"),
+    )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GPT-2's GELU ("gelu_new" in transformers)."""
+    import torch.nn.functional as F
+
+    return F.gelu(x, approximate="tanh")

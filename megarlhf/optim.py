@@ -1,0 +1,107 @@
+"""Optimizers and schedules. What changes per step (learning rate, epsilon) is a pure function of the step, so a resumed
+run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from megarlhf.cluster.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam and its schedule. Weight decay is not applied to biases and norms."""
+
+    name: Literal["adamw", "adam", "tf_adam"] = "adamw"  # tf_adam: TensorFlow's epsilon (detail P12)
+    lr: float = 1e-5  # peak
+    min_lr: float = 0.0  # where linear and cosine end
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # global norm; 0 turns clipping off
+
+    def __post_init__(self):
+        if self.lr <= 0:
+            raise ValueError(f"lr: must be positive, not {self.lr}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"min_lr: must be between 0 and lr {self.lr}, not {self.min_lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: must be two numbers in [0, 1), not {list(self.betas)}")
+        for name in ("warmup_steps", "weight_decay", "clip_grad"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative")
+        if self.eps <= 0:
+            raise ValueError(f"eps: must be positive, not {self.eps}")
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate for update `step` (from 0) of `total_steps`: linear warm-up to lr, then the schedule down to min_lr,
+    which the step after the last would reach."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * shape
+
+
+def epsilon(config: OptimizerConfig, step: int) -> float:
+    """Adam's epsilon for update `step` (from 0).
+
+    TensorFlow 1 adds it to the uncorrected sqrt(v): lr_t m / (sqrt(v) + eps), lr_t = lr sqrt(1 - b2^t) / (1 - b1^t).
+    That is the usual corrected update with eps / sqrt(1 - b2^t) in place of eps, so any fused Adam computes it.
+    """
+    if config.name != "tf_adam":
+        return config.eps
+    return config.eps / math.sqrt(1 - config.betas[1] ** (step + 1))
+
+
+def build(
+    chunks: list[torch.nn.Module], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """megatron's optimizer over DDP-wrapped chunks: fp32 main weights under bf16, sharded if `parallel` says so."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    optimizer = get_megatron_optimizer(
+        MegatronConfig(
+            optimizer="adam",
+            decoupled_weight_decay=config.name == "adamw",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
+        ),
+        chunks,
+    )
+    for part in optimizer.chained_optimizers:
+        # The moments now, not at the first step: out of memory shows before hours of work, and a run that is told to
+        # leave before its first step can be saved.
+        part.init_state_fn(part.optimizer, part.config)
+    return optimizer
+
+
+def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Write the learning rate and epsilon of update `step` into the parameter groups; returns the rate."""
+    rate = learning_rate(config, step, total_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        group["eps"] = epsilon(config, step)
+    return rate

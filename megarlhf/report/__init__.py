@@ -1,0 +1,293 @@
+"""`megarlhf report RUN`: a run directory -> one HTML file that needs nothing else: curves, phase times, samples before
+and after, audit and configuration.
+
+Reads run.yaml, metrics.jsonl, samples.jsonl and audit.json, also of a run that is still going or was cut short. Imports
+no torch: it is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from html import escape
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from megarlhf.config import UserError
+from megarlhf.report.charts import GROUPS, Chart, Points, draw, number, stacked
+from megarlhf.report.page import page
+
+SHOWN, UNFOLDED = 100, 8  # rows of the table of samples
+# What a run is judged by: (label, name, 1 if more is better, -1 if less is, 0 if neither).
+HIGHLIGHTS = (
+    ("Score", "objective/scores", 1),
+    ("Score − KL penalty", "objective/scores_total", 1),
+    ("KL to the reference, nats", "objective/kl", 0),
+    ("Entropy, nats", "objective/entropy", 0),
+    ("Held-out accuracy", "validation/accuracy", 1),
+    ("Held-out perplexity", "validation/perplexity", -1),
+    ("Held-out loss", "validation/loss", -1),
+    ("Training loss", "loss", -1),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds."""
+
+    name: str
+    yaml: str
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    audit: list[dict[str, str]]
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for record in self.records for name in record))
+
+    def series(self, name: str) -> Points:
+        """(step, value) of every record that has the number; NaN where it was not finite."""
+        found = ((record["step"], record[name]) for record in self.records if name in record)
+        return [(step, value if _finite(value) else math.nan) for step, value in found]
+
+    def setting(self, key: str) -> Any:
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the directory of a run, finished or not")
+    parser.add_argument("--output", metavar="FILE", help="the page to write (default: RUN/report.html)")
+
+
+def main(run: str, output: str | None) -> None:
+    print(write(Path(run), Path(output) if output else Path(run) / "report.html"))
+
+
+def write(run: Path, output: Path) -> Path:
+    """`render(run)` as the file `output`."""
+    html = render(run)
+    try:
+        output.write_text(html, encoding="utf-8", errors="replace")  # of half a surrogate pair
+    except OSError as error:
+        raise UserError(f"{output}: cannot write the report ({error.strerror}); give --output another place")
+    return output
+
+
+def render(run: Path) -> str:
+    """The page of the run directory `run`."""
+    found = read(run)
+    sections = {group: _grid(found, charts) for group, charts in (GROUPS | {"Other": _others(found)}).items()}
+    sections["Phases"] = _phases(found)
+    sections["Samples"] = _samples(found)
+    sections["Audit"] = _audit(found)
+    sections["Configuration"] = (
+        f"<details><summary>run.yaml, resolved</summary><pre>{escape(found.yaml)}</pre></details>"
+    )
+    return page(found.name, _header(found), {name: body for name, body in sections.items() if body})
+
+
+def read(directory: Path) -> Run:
+    for name in ("run.yaml", "metrics.jsonl"):
+        if not (directory / name).is_file():
+            raise UserError(
+                f"{directory}: not a run directory, {name} is missing; give the one that `run:` of a configuration of "
+                "megarlhf sft, reward or ppo names"
+            )
+    text = (directory / "run.yaml").read_text(encoding="utf-8", errors="replace")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{directory / 'run.yaml'}: not a configuration in YAML; put that of the run there again")
+    audit = directory / "audit.json"
+    return Run(
+        name=directory.resolve().name,
+        yaml=text,
+        config=config,
+        records=list(_objects(directory / "metrics.jsonl")),
+        samples=[row for row in _objects(directory / "samples.jsonl") if {"query", "response"} <= row.keys()],
+        audit=json.loads(audit.read_text(encoding="utf-8")) if audit.is_file() else [],
+    )
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects with a step of a JSONL file. A line that a kill cut short is passed over, one that a resumed run
+    wrote again is taken once. Not by `splitlines`: responses may hold other line ends."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in dict.fromkeys(text.split("\n")):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            yield value
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _header(run: Run) -> str:
+    program = "ppo" if "ppo" in run.config else "reward" if "normalization" in run.config else "sft"
+    times = [record["time"] for record in run.records if _finite(record.get("time"))]
+    done = max((record["step"] for record in run.records), default=0)
+    total = run.setting("training.steps")  # None: epochs are configured
+    model = run.setting("model.checkpoint") or f"random weights, {run.setting('model.architecture.family')}"
+    facts = {
+        "program": f"megarlhf {program}",
+        "directory": run.setting("run"),
+        "steps": done if total is None else f"{done} of {total}{'' if done >= total else ', not finished'}",
+        "recorded": f"{_date(times[0])} – {_date(times[-1])} ({_duration(times[-1] - times[0])})"
+        if times
+        else "nothing",
+        "model": f"{model}, {run.setting('model.dtype')}",
+        "layout": f"tensor {run.setting('parallel.tensor')} × pipeline {run.setting('parallel.pipeline')}",
+        "seed": run.setting("seed"),
+    }
+    if gates := [name for name in run.names() if name.startswith("gate/")]:
+        worst = max((y for name in gates for _, y in run.series(name) if _finite(y)), default=math.nan)
+        facts["step-0 gate"] = f"passed, largest difference {number(worst, 2)} nats a token"
+    refused = sum("objective/scores" in record and "ppo/loss/policy" not in record for record in run.records)
+    if refused:
+        facts["batches not learned from"] = refused
+    rows = "".join(f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in facts.items())
+    tiles = "".join(_tile(run, *highlight) for highlight in HIGHLIGHTS)
+    below = f'<div class="tiles">{tiles}</div>' if tiles else "<p>No step is recorded yet.</p>"
+    return f"<h1>{escape(run.name)}</h1><dl>{rows}</dl>{below}"
+
+
+def _tile(run: Run, label: str, name: str, better: int) -> str:
+    """The first and the last value of a number."""
+    points = [point for point in run.series(name) if _finite(point[1])]
+    if not points:
+        return ""
+    (start, first), (end, last) = points[0], points[-1]
+    kind = "" if not better or first == last else "good" if (last > first) == (better > 0) else "bad"
+    values, steps = f'<b class="{kind}">{number(last, 3)}</b>', f"step {end}"
+    if len(points) > 1:
+        values, steps = f"{number(first, 3)} <span>→</span> {values}", f"step {start} → {end}"
+    return f'<div class="tile"><h3>{label}</h3><p>{values}</p><small>{steps}</small></div>'
+
+
+def _others(run: Run) -> tuple[Chart, ...]:
+    """A chart for each number that no group shows: nothing recorded is left out."""
+    known = {"step", "time"} | {name for charts in GROUPS.values() for chart in charts for name in chart.curves}
+    names = [name for name in run.names() if name not in known and not name.startswith(("time/", "gate/"))]
+    return tuple(Chart(name, "", {name: name}) for name in names)
+
+
+def _grid(run: Run, charts: tuple[Chart, ...]) -> str:
+    drawn = []
+    for chart in charts:
+        level = chart.level[1] if chart.level else None
+        if chart.level_if and run.setting(chart.level_if[0]) != chart.level_if[1]:
+            level = None
+        drawn.append(draw(chart, run.series, run.setting(level) if isinstance(level, str) else level))
+    return f'<div class="grid">{"".join(drawn)}</div>' if any(drawn) else ""
+
+
+def _phases(run: Run) -> str:
+    """How the time of a step is spent, over the run and typically."""
+    names = [name for name in run.names() if name.startswith("time/") and name != "time/step"]
+    rows = [(record["step"], [record.get(name) or 0.0 for name in names]) for record in run.records if names]
+    rows = [row for row in rows if any(row[1])]
+    if not rows:
+        return ""
+    short = [name.removeprefix("time/") for name in names]
+    whole = sum(sum(seconds) for _, seconds in rows)
+    lines = []
+    for index, (name, times) in enumerate(zip(short, zip(*(row for _, row in rows), strict=True), strict=True)):
+        share = sum(times) / whole
+        lines.append(
+            f'<tr><td><span class="key c{index}">{escape(name)}</span></td><td>{median(times):.3g} s</td>'
+            f'<td><i class="c{index}" style="width:{share * 120:.0f}px"></i>{share:.1%}</td></tr>'
+        )
+    lines.append(f"<tr><td>step</td><td>{median(sum(seconds) for _, seconds in rows):.3g} s</td><td></td></tr>")
+    head = "<tr><th>phase</th><th>median</th><th>share of all steps</th></tr>"
+    return f'<div class="phases">{stacked(short, rows)}<table>{head}{"".join(lines)}</table></div>'
+
+
+def _samples(run: Run) -> str:
+    """Responses of the first and of the last recorded step: those to the same query first, then in recorded order."""
+    steps = sorted({row["step"] for row in run.samples})
+    if not steps:
+        return ""
+    ends = steps if len(steps) == 1 else [steps[0], steps[-1]]
+    sides = [[row for row in run.samples if row["step"] == step] for step in ends]
+    rows = [f"<tr>{''.join(map(_sample, pair))}</tr>" for pair in _paired(sides)]
+    heads = "".join(
+        f"<th>step {step}<small>{len(side)} responses, {_numbers(side, 'mean ')}</small></th>"
+        for step, side in zip(ends, sides, strict=True)
+    )
+
+    def table(part: list[str]) -> str:
+        return f'<table class="samples"><tr>{heads}</tr>{"".join(part)}</table>'
+
+    more = rows[UNFOLDED:SHOWN]
+    rest = f"<details><summary>{len(more)} more of {len(rows)}</summary>{table(more)}</details>" if more else ""
+    return table(rows[:UNFOLDED]) + rest
+
+
+def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | None, ...]]:
+    """One tuple for each line of the table, with a row of each side."""
+    if len(sides) == 1:
+        return [(row,) for row in sides[0]]
+    before, waiting = sides[0], list(sides[1])
+    matched, alone = [], []
+    for row in before:
+        other = next((other for other in waiting if other["query"] == row["query"]), None)
+        if other is None:
+            alone.append(row)
+        else:
+            waiting.remove(other)
+            matched.append((row, other))
+    return matched + list(zip_longest(alone, waiting))
+
+
+def _sample(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "<td></td>"
+    text = f"<p><span>{escape(str(row['query']))}</span> {escape(str(row['response']))}</p>"
+    return f"<td>{text}<small>{_numbers([row])}</small></td>"
+
+
+def _numbers(rows: list[dict[str, Any]], prefix: str = "") -> str:
+    """The means of score and KL over samples."""
+    parts = []
+    for label, key in (("score", "score"), ("KL", "kl")):
+        values = [row[key] for row in rows if _finite(row.get(key))]
+        parts.append(f"{prefix}{label} <b>{number(fmean(values), 3) if values else 'not finite'}</b>")
+    return ", ".join(parts)
+
+
+def _audit(run: Run) -> str:
+    """The documented details of PPO beside the 2019 original's; rows that differ stand out."""
+    rows = []
+    for row in run.audit:
+        cells = "".join(f"<td>{escape(row[key])}</td>" for key in ("detail", "what", "value", "original"))
+        rows.append(f"<tr{' class=differs' if row['value'] != row['original'] else ''}>{cells}</tr>")
+    head = "<tr><th>detail</th><th>what</th><th>this run</th><th>2019 original</th></tr>"
+    return f'<table class="audit">{head}{"".join(rows)}</table>' if rows else ""
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,77 @@
+"""The audit: every documented detail of PPO, the switch that decides it, and what it is set to in this run.
+
+Numbers as in "The N Implementation Details of RLHF with PPO" (Huang et al. 2024), checked against the original source,
+openai/lm-human-preferences.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def details(settings: Any) -> list[tuple[str, str, Any, Any]]:
+    """(number, what, its value in `settings`, the 2019 original's) of a `PPORunConfig`."""
+    s, kl, adam = settings.sampler, settings.ppo.kl, settings.optimizer
+    shared = settings.critic.kind == "shared"
+    value_start = "zero head" if shared or settings.critic.checkpoint is None else settings.critic.checkpoint
+    return [
+        ("G1", "reward and value heads read query + response, one number a token", "always", "always"),
+        ("G2", "query length; padding is never a sampled id", settings.prompts.length, 64),
+        ("G3", "position ids follow the mask", "always", "always"),
+        ("G4", "response length", s.response_length, 24),
+        ("G4", "sampling goes on past EOS", not s.stop_at_eos, True),
+        ("G4", "temperature, top_k, top_p", (s.temperature, s.top_k, s.top_p), (0.7, 0, 1.0)),
+        ("G5", "learning rate schedule", adam.schedule, "linear"),
+        ("G6", "noise keyed by", "sequence id", "rank"),
+        ("R1", "score read at", "last counted token", "last token"),
+        ("R2", "reward head's start", "normal(0, 1 / sqrt(d + 1))", "normal(0, 1 / sqrt(d + 1))"),
+        ("R3", "reward normalised before and after its training", "megarlhf reward", "always"),
+        ("P1", "logits divided by the temperature in log-probs", "always", "always"),
+        ("P2", "value head's start", value_start, "zero head"),
+        ("P2", "critic", settings.critic.kind, "shared"),
+        ("P3", "queries start and end with", (settings.prompts.start_text, settings.prompts.end_text), (".", ".")),
+        ("P4", "dropout", settings.model.dropout, 0.0),
+        ("P5", "truncation token, from position", (settings.scoring.truncate_token, settings.scoring.truncate_after),
+         (".", 16)),
+        ("P5", "score without that token", settings.scoring.penalty, -1.0),
+        ("P6", "gamma, lambda", (settings.ppo.gamma, settings.ppo.lam), (1.0, 0.95)),
+        ("P7", "batch, minibatches, epochs",
+         (settings.training.batch_size, settings.training.minibatches, settings.training.epochs), (512, 1, 4)),
+        ("P8", "KL penalty per token, estimator", kl.estimator, "k1"),
+        ("P8", "score goes to", settings.ppo.score_position, "last"),
+        ("P9", "rewards whitened, mean kept", settings.ppo.whiten_rewards, True),
+        ("P9", "advantages whitened", settings.ppo.whiten_advantages, True),
+        ("P10", "ratio clip, value clip, value coefficient",
+         (settings.ppo.clip_range, settings.ppo.clip_range_value, settings.ppo.vf_coef), (0.2, 0.2, 0.1)),
+        ("P11", "KL coefficient: controller, start", (kl.controller, kl.coef), ("adaptive", 0.15)),
+        ("P11", "KL coefficient: target, horizon", (kl.target, kl.horizon), (6.0, 10_000)),
+        ("P12", "Adam, epsilon", (adam.name, adam.eps), ("tf_adam", 1e-5)),
+    ]  # fmt: skip
+
+
+def table(settings: Any) -> list[str]:
+    """The audit as lines; a star marks what differs from the original."""
+    lines = [f"audit of PPO's details (preset {settings.preset}; * differs from the 2019 original)"]
+    for number, what, value, original in details(settings):
+        differs = "" if value == original else f"   * {_shown(original)}"
+        lines.append(f"  {number:<4} {what:<64} {_shown(value)}{differs}")
+    return lines
+
+
+def save(settings: Any, path: Path) -> None:
+    """The audit as JSON, values as `table` shows them: what `megarlhf report` reads."""
+    rows = [
+        {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
+        for number, what, value, original in details(settings)
+    ]
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

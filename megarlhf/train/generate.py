@@ -1,0 +1,158 @@
+"""`megarlhf generate`: responses to a file of prompts, in any layout, in the order of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megarlhf import checkpoint, config
+from megarlhf.batch import Rollout
+from megarlhf.cluster import launch, watchdog
+from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.cluster.slurm import JobConfig
+from megarlhf.config import UserError
+from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
+from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarlhf.experience import sampler
+from megarlhf.experience.sampler import Sampler, SamplerConfig
+from megarlhf.models.locate import find_model, find_tokenizer
+from megarlhf.models.spec import Architecture, check_layout
+from megarlhf.train import setup
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """One section for each thing it configures."""
+
+    checkpoint: str  # a run, a checkpoint or a model directory
+    out: str  # JSONL, written when everything is there: one object a response
+    prompts: PromptsConfig
+    tokenizer: str | None = None  # default: the one that came with the checkpoint
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 0  # of the sampled tokens
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked configuration: everything that can be had without a process group."""
+
+    source: Path
+    architecture: Architecture
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    note: str
+
+
+def main(path: str | None, overrides: list[str]) -> None:
+    settings = config.load(GenerateConfig, path, overrides)
+    rendezvous = launch.resolve()
+    plan = check(settings, rendezvous.world_size)
+    topology = setup.cluster(rendezvous, settings)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save before the end
+        signal.signal(number, signal.SIG_DFL)
+    generate(settings, plan, topology)
+
+
+def check(settings: GenerateConfig, world_size: int) -> Plan:
+    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    out = Path(settings.out)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"out: {out} must be a file in a directory that exists; create {out.absolute().parent}")
+    source = find_model(settings.checkpoint)
+    architecture = Architecture.load(source)
+    tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)
+    if tokenizer_path is None:
+        raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
+    settings.parallel.data(world_size)
+    check_layout(architecture, settings.parallel)
+    tokenizer = load_tokenizer(tokenizer_path)
+    check_vocabulary(tokenizer, architecture.vocab_size)
+    sampler.check(
+        settings.sampler,
+        architecture,
+        prompt_length=settings.prompts.length,
+        eos_id=tokenizer.eos_id,
+        pad_id=architecture.vocab_size,
+    )
+    prompts, report = load_prompts(tokenizer, settings.prompts)
+    return Plan(source, architecture, tokenizer, prompts, report.summary())
+
+
+def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
+    """Load, sample, write. Collective."""
+    from megarlhf.models.build import build
+
+    watchdog.phase("load")
+    engine = build("actor", plan.architecture, topology, micro_batch_size=1, dtype=settings.dtype)
+    checkpoint.load(engine, plan.source, weights_only=True)
+    policy = Sampler(
+        engine,
+        settings.sampler,
+        prompt_length=settings.prompts.length,
+        seed=settings.seed,
+        eos_id=plan.tokenizer.eos_id,
+    )
+    num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
+    # Every data-parallel rank takes the same number, so that all are in step; copies of the last prompt fill it up.
+    share = -(-num_prompts // topology.data_size)
+    mine = np.minimum(np.arange(topology.data_rank * share, (topology.data_rank + 1) * share), num_prompts - 1)
+    per_response = topology.data_size * settings.sampler.response_length
+    lines: list[dict[str, Any]] = []
+    if topology.rank == 0:
+        print(f"  {plan.note}", file=sys.stderr)
+    with tqdm(
+        total=share * num_samples * per_response, unit="tokens", unit_scale=True, disable=topology.rank != 0
+    ) as bar:
+        for start in range(0, share, policy.wave // num_samples):
+            watchdog.phase("generate", start + 1)
+            rows = mine[start : start + policy.wave // num_samples]
+            prompts = plan.prompts.rows(rows, rows, length=settings.prompts.length, pad_id=policy.pad_id)
+            rollout = policy.sample(prompts, on_tokens=lambda count: bar.update(count * topology.data_size))
+            lines += records(rollout, [plan.prompts.texts[row] for row in rows], plan.tokenizer, settings.sampler)
+            bar.update(len(lines) * per_response - bar.n)  # where all responses ended early
+    if topology.tensor_rank or topology.pipeline_rank:
+        return  # all ranks of a model have the same lines
+    first = topology.rank == 0
+    everyone = [None] * topology.data_size if first else None
+    dist.gather_object(lines, everyone, group=topology.data_group, group_dst=0)
+    if first:
+        whole = [line for part in everyone for line in part][: num_prompts * num_samples]
+        write(Path(settings.out), whole)
+        print(f"{settings.out}: {len(whole)} responses")
+
+
+def records(rollout: Rollout, texts: list[str], tokenizer: Tokenizer, config: SamplerConfig) -> list[dict[str, Any]]:
+    """One object a row: the prompt's text, the response's text and ids, and its log-prob, the sum over these ids. With
+    `stop_at_eos` a response that ended has EOS among its ids, but not in its text."""
+    responses, counts = rollout.tokens[:, rollout.prompt_len :].tolist(), rollout.mask.sum(1).tolist()
+    logprobs = rollout.logprobs.double().sum(1).tolist()
+    found = []
+    for row, (ids, count, logprob) in enumerate(zip(responses, counts, logprobs, strict=True)):
+        ids = ids[:count]
+        shown = ids[:-1] if config.stop_at_eos and ids[-1] == tokenizer.eos_id else ids
+        prompt = texts[row // config.samples_per_prompt]
+        found.append({"prompt": prompt, "response": tokenizer.decode(shown), "tokens": ids, "logprob": logprob})
+    return found
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    """The file appears whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

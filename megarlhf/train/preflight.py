@@ -1,0 +1,188 @@
+"""`megarlhf preflight`: on a login node, before an allocation is spent, what would end a run in its first minutes.
+
+It makes the checks that the program itself makes before it starts its ranks (its `check`), and opens what the program
+would open only later: every model directory is complete and has the tensors of its architecture, the run directory can
+be written, and its disk has room for the checkpoints. No GPU, no process group. What only a job can know is checked at
+the job's start (cluster/preflight.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shutil
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from megarlhf import checkpoint, config
+from megarlhf.config import UserError
+from megarlhf.models.locate import find_model
+from megarlhf.models.shapes import VOCABULARY, shapes
+from megarlhf.models.spec import FILE, Architecture
+
+
+def main(
+    path: str, overrides: list[str], *, modules: dict[str, str], program: str | None, nodes: int, per_node: int
+) -> None:
+    """Say what is right on standard output and every mistake on standard error; SystemExit(2) if there is one.
+
+    `modules`: the programs that train, by name; `program`: which one the file is for, by default what its keys tell.
+    """
+    loaded = {name: importlib.import_module(module) for name, module in modules.items()}
+    program = program or guess(path, loaded)
+    module = loaded[program]
+    settings = config.load(settings_of(module), path, overrides, presets=getattr(module, "PRESETS", None))
+    world_size = nodes * per_node
+    print(f"preflight: a configuration for 'megarlhf {program}' on {nodes} x {per_node} = {world_size} ranks")
+    mistakes = []
+
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            result = work()
+        except UserError as error:
+            if str(error) not in mistakes:  # one mistake may be met twice
+                mistakes.append(str(error))
+                print(f"megarlhf: error: {error}", file=sys.stderr)
+            return None
+        print(f"  ok: {name}" + (f": {result}" if isinstance(result, str) else ""))
+        return result
+
+    attempt("tensor parallelism stays within a node", lambda: check_nodes(settings, per_node))
+    plan = attempt("configuration, data, tokenizer, layout", lambda: module.check(settings, world_size))
+    for name, role, given in model_paths(settings):
+        attempt(f"{name} {given}", lambda given=given, role=role: check_model(find_model(given, role)))
+    if plan is not None and plan.start.resume_from is not None:
+        for file in sorted(plan.start.resume_from.glob(f"*/{FILE}")):
+            attempt(f"resume from {file.parent}", lambda file=file: check_model(file.parent))
+    attempt(f"run directory {settings.run}", lambda: check_writable(Path(settings.run)))
+    if plan is not None:
+        attempt("disk for checkpoints", lambda: check_disk(settings, plan.start.architecture))
+    sys.stdout.flush()
+    if mistakes:
+        raise SystemExit(2)
+
+
+def settings_of(module: ModuleType) -> type:
+    """The dataclass of a program's configuration: what its `check` takes."""
+    return typing.get_type_hints(module.check)["settings"]
+
+
+def guess(path: str, modules: dict[str, ModuleType]) -> str:
+    """The program whose configuration has most of the file's keys, down to the second level."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError):
+        tree = None  # config.load says what is wrong
+    keys = {(key, sub) for key, value in (tree if isinstance(tree, dict) else {}).items()
+            for sub in (value if isinstance(value, dict) else [None])}  # fmt: skip
+    return max(modules, key=lambda name: len(keys & _keys(settings_of(modules[name]))))
+
+
+def _keys(cls: type) -> set[tuple[str, str | None]]:
+    found: set[tuple[str, str | None]] = set()
+    for name, kind in typing.get_type_hints(cls).items():
+        sections = [part for part in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(part)]
+        found.add((name, None))
+        found |= {(name, field.name) for section in sections for field in dataclasses.fields(section)}
+    return found
+
+
+def check_nodes(settings: Any, per_node: int) -> None:
+    tensor = settings.parallel.tensor
+    if per_node % tensor:
+        raise UserError(
+            f"parallel.tensor: groups of {tensor} ranks do not fit evenly into nodes of {per_node}, so every layer "
+            f"would wait for the network; use a size that divides {per_node}"
+        )
+
+
+def model_paths(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, role in a checkpoint, path) of every model that the configuration names."""
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), f"{prefix}{field.name}"
+        if field.name == "checkpoint" and isinstance(value, str):
+            # critics start from reward models, and what scores is one
+            yield name, "reward" if name.startswith(("critic.", "scoring.")) else "actor", value
+        elif dataclasses.is_dataclass(value):
+            yield from model_paths(value, f"{name}.")
+        elif isinstance(value, tuple):
+            for i, item in enumerate(value):
+                if dataclasses.is_dataclass(item):
+                    yield from model_paths(item, f"{name}[{i}].")
+
+
+def check_model(directory: Path) -> str:
+    """A model directory is complete and holds the tensors that its architecture.yaml promises; its size in words.
+
+    The output layer is not asked for: a critic or a reward model has none.
+    """
+    architecture = Architecture.load(directory)
+    found = checkpoint.inspect(directory)
+    for name, shape in stacked(architecture).items():
+        if name not in found:
+            if name != "output_layer.weight":
+                raise UserError(f"{directory}: has no tensor {name}, which {FILE} asks for; convert the model again")
+            continue
+        rows = 1 if name in VOCABULARY else 0  # padded for the layout that wrote it
+        if found[name][rows:] != shape[rows:] or found[name][0] < shape[0]:
+            raise UserError(
+                f"{directory}: {name} has the shape {list(found[name])}, but {FILE} asks for {list(shape)}; one of the "
+                "two belongs to another model"
+            )
+    return f"{architecture.num_parameters / 1e6:,.1f}M parameters"
+
+
+def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as in a checkpoint: megatron stacks the layers."""
+    out = {}
+    for name, shape in shapes(architecture).items():
+        if name.startswith("decoder.layers."):
+            _, _, number, rest = name.split(".", 3)
+            if number == "0":
+                out[f"decoder.layers.{rest}"] = (architecture.num_layers, *shape)
+        else:
+            out[name] = shape
+    return out
+
+
+def check_writable(run: Path) -> None:
+    existing = _existing(run)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run: {run} cannot be written ({existing} is not a directory you may write to); give another")
+
+
+def check_disk(settings: Any, architecture: Architecture) -> str:
+    """Room for one checkpoint more than are kept: the oldest goes when the newest is complete."""
+    weight = 2 if settings.model.dtype == "bf16" else 4
+    critic = getattr(settings, "critic", None)
+    models = 2 if critic is not None and critic.kind == "separate" else 1
+    # beside the weights, the optimizer's fp32 weights and its two moments
+    each = models * architecture.num_parameters * (weight + 12)
+    if getattr(settings, "average", None) is not None:
+        each += architecture.num_parameters * weight
+    run = Path(settings.run)
+    there = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
+    needed = max(0, each * (settings.checkpoint.keep + 1) - there)
+    free = shutil.disk_usage(_existing(run)).free
+    if needed > free:
+        raise UserError(
+            f"run: {run} needs {_bytes(needed)} for {settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, but "
+            f"its disk has {_bytes(free)} free; make room, lower checkpoint.keep or give another directory"
+        )
+    return f"{settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, {_bytes(free)} free"
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:,.1f} GB" if number >= 1e8 else f"{number / 1e6:,.1f} MB"

@@ -1,0 +1,108 @@
+"""Reward models as programs use them: checked against the policy, loaded, and put behind a `Scorer`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from megarlhf import checkpoint
+from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.config import UserError
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
+from megarlhf.experience.reward import Scorer, ScoringConfig
+from megarlhf.experience.sources import load_function
+from megarlhf.models.locate import find_model, find_tokenizer
+from megarlhf.models.spec import Architecture, check_layout
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
+
+
+def check(
+    config: ScoringConfig,
+    tokenizer: Tokenizer,
+    parallel: ParallelConfig,
+    *,
+    vocab_size: int,
+    prompt_length: int,
+    response_length: int,
+) -> list[str]:
+    """Refuse (UserError) what cannot score this policy's responses, before anything is allocated; notes for the banner.
+
+    `tokenizer` and `vocab_size` are the policy's. Reward functions are imported; remote scorers are asked when the
+    Scorer is built.
+    """
+    notes = []
+    if config.truncate_token is not None:
+        token_id(tokenizer, config.truncate_token, "truncate_token")
+        if config.truncate_after >= response_length:
+            raise UserError(
+                f"truncate_after: {config.truncate_after} lies behind the last of {response_length} response tokens, "
+                "so every response would get the penalty; lower it or sample longer responses"
+            )
+    for source in config.sources:
+        if source.function is not None:
+            load_function(source.function)
+        if source.checkpoint is not None:
+            note = check_reward_model(
+                source.checkpoint, tokenizer, parallel, vocab_size=vocab_size, length=prompt_length + response_length
+            )
+            notes += [note] if note else []
+    return notes
+
+
+def check_reward_model(
+    path: str, tokenizer: Tokenizer, parallel: ParallelConfig, *, vocab_size: int, length: int
+) -> str | None:
+    """Refuse (UserError) a reward model that cannot read rows of `length` ids that a policy with this tokenizer and
+    vocabulary sampled. A note, if something could not be checked."""
+    architecture = Architecture.load(find_model(path, "reward"))
+    check_layout(architecture, parallel)
+    if architecture.vocab_size < vocab_size:
+        raise UserError(
+            f"{path}: the reward model's vocabulary has {architecture.vocab_size} entries, the policy's {vocab_size}; "
+            "use a reward model trained from the same base model"
+        )
+    if architecture.position_embedding == "learned" and length > architecture.max_position_embeddings:
+        raise UserError(
+            f"{path}: the reward model has {architecture.max_position_embeddings} positions, but prompts and responses "
+            f"need {length}; shorten one of them"
+        )
+    directory = find_tokenizer(path)
+    if directory is None:
+        return f"{path}: came without a tokenizer, so whether it reads tokens as the policy does is not checked"
+    own = load_tokenizer(directory).tokens()
+    for token, name in sorted(tokenizer.tokens().items()):
+        if own.get(token) != name:
+            other = f"is {own[token]!r}" if token in own else "does not exist"
+            raise UserError(
+                f"{path}: token {token} is {name!r} to the policy but {other} to the reward model; use a reward model "
+                f"trained with the policy's tokenizer, {tokenizer.path}"
+            )
+    return None
+
+
+def build_scorer(
+    config: ScoringConfig,
+    topology: Topology,
+    tokenizer: Tokenizer,
+    *,
+    micro_batch_size: int,
+    dtype: Literal["fp32", "bf16"],
+) -> Scorer:
+    """The Scorer of a checked configuration, its reward models loaded in the policy's layout. Collective."""
+    load = partial(load_reward_model, topology=topology, micro_batch_size=micro_batch_size, dtype=dtype)
+    return Scorer(config, topology, tokenizer, load_model=load)
+
+
+def load_reward_model(
+    path: str, *, topology: Topology, micro_batch_size: int, dtype: Literal["fp32", "bf16"]
+) -> Engine:
+    """The reward model of a run, checkpoint or model directory, for scoring alone. Collective."""
+    from megarlhf.models.build import build
+
+    directory = find_model(path, "reward")
+    architecture = Architecture.load(directory)
+    engine = build("reward", architecture, topology, micro_batch_size=micro_batch_size, dtype=dtype)
+    checkpoint.load(engine, directory, weights_only=True)
+    return engine

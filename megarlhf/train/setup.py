@@ -1,0 +1,143 @@
+"""What every program does before its loop: find the model, check it against the layout, start the cluster, say what is
+about to run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf import checkpoint, config
+from megarlhf.checkpoint import Checkpoints
+from megarlhf.cluster import backend, parallel, preflight, slurm, watchdog
+from megarlhf.cluster.launch import Rendezvous
+from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.config import UserError
+from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarlhf.models.locate import find_model, find_tokenizer
+from megarlhf.models.spec import Architecture, ModelConfig, check_layout
+from megarlhf.train import state
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a program starts from, found and checked without a process group."""
+
+    architecture: Architecture
+    tokenizer: Tokenizer
+    source: Path | None  # model directory with the initial weights; None: random ones
+    resume_from: Path | None  # step directory of the run to go on with
+    notes: tuple[str, ...] = ()
+
+
+def find(settings: Any, *, length: int, role: str) -> Start:
+    """The model, tokenizer and checkpoint that `settings` (run, model, tokenizer, parallel, checkpoint) start from.
+
+    `length`: tokens of the longest row; `role`: whose model directory in this run's checkpoints tells the architecture.
+    Refuses (UserError) whatever cannot work, on every rank alike, before anything is allocated.
+    """
+    model: ModelConfig = settings.model
+    if model.checkpoint is not None:
+        source = find_model(model.checkpoint)
+        architecture = Architecture.load(source)
+        tokenizer_path = settings.tokenizer or find_tokenizer(model.checkpoint)
+    else:
+        source, architecture, tokenizer_path = None, model.architecture, settings.tokenizer
+    if tokenizer_path is None:
+        raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
+    check_layout(architecture, settings.parallel)
+    padded = -(-length // pad_multiple(settings.parallel)) * pad_multiple(settings.parallel)
+    if architecture.position_embedding == "learned" and padded > architecture.max_position_embeddings:
+        raise UserError(
+            f"rows of {length} tokens, padded to {padded}, are longer than the model's "
+            f"{architecture.max_position_embeddings} positions; lower max_length"
+        )
+    tokenizer = load_tokenizer(tokenizer_path)
+    check_vocabulary(tokenizer, architecture.vocab_size)
+    notes: list[str] = []
+    resume_from = None
+    if settings.checkpoint.resume:
+        resume_from = Checkpoints(Path(settings.run), settings.checkpoint).latest()
+    if resume_from is not None:
+        if Architecture.load(resume_from / role) != architecture:
+            raise UserError(
+                f"{resume_from}: holds another architecture than the configuration; give a new run directory"
+            )
+        notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
+        notes += [f"changed since then: {change}" for change in state.changes(settings, resume_from)]
+    return Start(architecture, tokenizer, source, resume_from, tuple(notes))
+
+
+def pad_multiple(sizes: ParallelConfig) -> int:
+    """Rows are padded to a multiple of this: of 8 for the kernels' sake, and sequence parallelism cuts them into
+    `tensor` equal parts."""
+    return math.lcm(8, sizes.tensor)
+
+
+def cluster(rendezvous: Rendezvous, settings: Any) -> Topology:
+    """From `rendezvous` to megatron's process groups, with the checks of a job's start on the way; `settings` has the
+    sections job and parallel. Collective; imports megatron."""
+    slurm.catch_signals()
+    backend.install()
+    store = backend.open_store(rendezvous, settings.job.join_minutes)
+    watchdog.start(rendezvous, store, settings.job)
+    preflight.reach(rendezvous, store)
+    backend.join(rendezvous, store, timeout_minutes=2 * settings.job.hang_minutes)  # the watchdog speaks first
+    preflight.compare(rendezvous, config.dump(settings))
+    return parallel.start(settings.parallel)
+
+
+def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str, Any]:
+    """The arguments of `models.build.build` that the sections give."""
+    return dict(
+        micro_batch_size=settings.training.micro_batch_size,
+        dtype=settings.model.dtype,
+        optimizer=settings.optimizer if trains else None,
+        total_steps=total_steps,
+        dropout=settings.model.dropout,
+        recompute=settings.model.recompute,
+        seed=settings.seed,
+    )
+
+
+def files_writer(settings: Any, start: Start, roles: tuple[str, ...]) -> Callable[[Path], None]:
+    """What `Checkpoints.save` adds to a step directory: the resolved configuration, tokenizer and architectures, and
+    what a converted model brought along for the way back (hf_*.json: tools/convert)."""
+    origin = start.source or (start.resume_from / roles[0] if start.resume_from else None)
+    kept = {path.name: path.read_bytes() for path in origin.glob("hf_*.json")} if origin else {}
+
+    def write(directory: Path) -> None:
+        (directory / state.RUN_FILE).write_text(config.dump(settings))
+        start.tokenizer.save(directory / "tokenizer")
+        for role in roles:
+            start.architecture.save(directory / role)
+            for name, content in kept.items():
+                (directory / role / name).write_bytes(content)
+
+    return write
+
+
+def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, str], notes: list[str]) -> None:
+    """Write run.yaml into the run directory and a banner to stderr. Global rank 0 only."""
+    if topology.rank != 0:
+        return
+    run = Path(settings.run)
+    run.mkdir(parents=True, exist_ok=True)
+    (run / state.RUN_FILE).write_text(config.dump(settings))
+    sizes, architecture = settings.parallel, start.architecture
+    banner = {
+        "run": settings.run,
+        "model": f"{architecture.family}, {architecture.num_parameters / 1e6:,.1f}M parameters, {settings.model.dtype}"
+        f", from {settings.model.checkpoint or f'random weights (seed {settings.seed})'}",
+        "layout": f"tensor {sizes.tensor}{' + sequence' if sizes.sequence else ''} x pipeline {sizes.pipeline} x data "
+        f"{topology.data_size}{', distributed optimizer' if sizes.distributed_optimizer else ''}",
+        **backend.describe(),
+        **lines,
+    }
+    for name, value in banner.items():
+        print(f"  {name:<22} {value}", file=sys.stderr)
+    for note in (*notes, *start.notes):
+        print(f"  {note}", file=sys.stderr)

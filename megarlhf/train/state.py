@@ -1,0 +1,89 @@
+"""What the loops share: how long to train, and what a resumed run needs to go on exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarlhf import config as configuration
+from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.config import UserError
+
+RUN_FILE = "run.yaml"
+# Changing these does not change the numbers a run computes (beyond rounding), so a resumed run says nothing about them.
+_LAYOUT = ("parallel.", "checkpoint.", "log.", "training.micro_batch_size", "training.steps", "run")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Sizes and lengths. A step is one optimizer update on one global batch."""
+
+    global_batch_size: int = 64  # rows
+    micro_batch_size: int = 1  # rows a rank computes at once
+    epochs: float = 1.0
+    steps: int | None = None  # instead of epochs
+    evaluate_every: int = 100  # steps; also before the first and after the last
+
+    def __post_init__(self):
+        for name in ("global_batch_size", "micro_batch_size", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.epochs <= 0 or (self.steps is not None and self.steps < 1):
+            raise ValueError("epochs: epochs and steps must be positive")
+
+    def total_steps(self, num_rows: int) -> int:
+        return self.steps or max(1, round(self.epochs * num_rows / self.global_batch_size))
+
+    def check(self, parallel: ParallelConfig, world_size: int) -> None:
+        """Refuse (UserError) batches that cannot be cut for this layout."""
+        data_size = parallel.data(world_size)
+        share = self.micro_batch_size * data_size
+        if self.global_batch_size % share:
+            raise UserError(
+                f"training.global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
+                f"{self.micro_batch_size} x {data_size} data-parallel ranks = {share}; change one of them"
+            )
+        if parallel.virtual_pipeline is not None and (self.global_batch_size // share) % parallel.pipeline:
+            raise UserError(
+                f"training.global_batch_size: the interleaved schedule needs a multiple of {parallel.pipeline} "
+                f"micro-batches a rank, not {self.global_batch_size // share}; change it or micro_batch_size"
+            )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """TensorBoard and metrics.jsonl are always written to the run directory."""
+
+    every: int = 1  # steps between records
+    samples: int = 8  # responses that are written down, where a program samples
+    samples_every: int = 10  # steps between these
+    wandb: str | None = None  # project name; needs `pip install wandb`
+
+    def __post_init__(self):
+        for name in ("every", "samples", "samples_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+
+def changes(config: Any, step_directory: Path) -> list[str]:
+    """What differs between the configuration that a checkpoint was written under and the present one: a resumed run
+    that is not the same run should say so."""
+    path = step_directory / RUN_FILE
+    before = _flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
+    now = _flat(configuration.to_dict(config))
+    return [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(_LAYOUT)
+    ]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        key: value for name, sub in tree.items() for key, value in _flat(sub, f"{prefix}.{name}".lstrip(".")).items()
+    }

@@ -1,0 +1,65 @@
+"""Tiny random Hugging Face models, saved the way transformers saves them, and plain ways to look at directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+LLAMA = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=61, max_position_embeddings=64, eos_token_id=7)  # fmt: skip
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=16)  # fmt: skip
+GPT2 = dict(n_embd=32, n_layer=3, n_head=4, vocab_size=61, n_positions=32, bos_token_id=3, eos_token_id=3)
+
+CASES = {
+    "llama": (LlamaConfig, LLAMA),
+    "llama-3.1-tied": (LlamaConfig, {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama-bias-head_dim": (LlamaConfig, {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16,
+                                          "num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+    "mistral": (MistralConfig, {**LLAMA, "sliding_window": None, "head_dim": 12}),
+    "qwen2": (Qwen2Config, LLAMA),
+    "qwen2-tied": (Qwen2Config, {**LLAMA, "tie_word_embeddings": True, "vocab_size": 67}),
+    "gpt2": (GPT2Config, GPT2),
+    "gpt2-untied": (GPT2Config, {**GPT2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu"}),
+}  # fmt: skip
+
+
+def save(case: str, directory: Path, dtype: torch.dtype = torch.float32, **options) -> Path:
+    """Every parameter is drawn anew: in a fresh model biases are zero and norms one, which hides mistakes."""
+    kind, fields = CASES[case]
+    model = AutoModelForCausalLM.from_config(kind(**fields)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(directory, **options)
+    words = {f"w{i}": i for i in range(60)} | {"[UNK]": 60}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]"))).save_pretrained(directory)
+    return directory
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        out.update(load_file(path))
+    return out
+
+
+def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name

@@ -1,0 +1,95 @@
+"""Tiny models, batches and full weights for tests that compare layouts. Runs inside worker ranks (see
+tests/ranks.py)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.batch import Sequences
+from megarlhf.cluster import parallel
+from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.models.spec import Architecture
+from megarlhf.optim import OptimizerConfig
+
+SIZES = dict(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, vocab_size=503)
+LLAMA = Architecture("llama", **SIZES, num_query_groups=4, max_position_embeddings=64)
+GPT2 = Architecture(
+    "gpt2",
+    **SIZES,
+    num_query_groups=8,
+    max_position_embeddings=64,
+    normalization="LayerNorm",
+    activation="gelu_tanh",
+    gated_mlp=False,
+    linear_bias=True,
+    position_embedding="learned",
+    tie_embeddings=True,
+)
+# A large epsilon: with the usual one Adam turns rounding noise in near-zero gradients into visible differences.
+ADAM = OptimizerConfig(lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1)
+
+
+@contextlib.contextmanager
+def layout(**sizes):
+    """Megatron's groups for one layout over the ranks of this test; torn down at the end."""
+    from megatron.core import parallel_state
+
+    topology = parallel.start(ParallelConfig(**sizes))
+    try:
+        yield topology
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def examples(rows: int = 8, length: int = 24, left_padded: bool = True, seed: int = 0, vocab: int = 503) -> Sequences:
+    """A global batch of prompts and responses of different lengths: left-padded prompts, or right-padded rows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (rows, length), generator=generator)
+    sizes = torch.randint(length // 3, length + 1, (rows,), generator=generator)
+    column = torch.arange(length)
+    real = column >= (length - sizes)[:, None] if left_padded else column < sizes[:, None]
+    counted = real & torch.cat([torch.zeros(rows, 1, dtype=torch.bool), real[:, :-1]], 1)
+    return Sequences(
+        tokens=torch.where(real, tokens, 0),
+        mask=counted[:, 1:] & (torch.rand(rows, length - 1, generator=generator) < 0.7),
+        segments=real.long() if left_padded else None,
+    )
+
+
+def share(batch: Sequences, topology: Topology) -> Sequences:
+    """This data-parallel rank's rows."""
+    rows = len(batch) // topology.data_size
+    return batch.select(slice(topology.data_rank * rows, (topology.data_rank + 1) * rows))
+
+
+def full_weights(engine) -> dict[str, torch.Tensor]:
+    """{global name: full tensor}, vocabulary padding cut off, on every rank."""
+    topology, size = engine.topology, engine.topology.parallel.tensor
+    found = {}
+    for module in engine.modules:
+        for name, parameter in module.named_parameters():
+            parts = name.split(".")
+            if name.startswith("decoder.layers."):
+                parts[2] = str(module.decoder.layers[int(parts[2])].layer_number - 1)
+            name = ".".join(parts)
+            value = parameter.detach().float().contiguous()
+            if getattr(parameter, "tensor_model_parallel", False) and size > 1:
+                shards = [torch.empty_like(value) for _ in range(size)]
+                dist.all_gather(shards, value, group=topology.tensor_group)
+                if name.endswith("linear_fc1.weight") and module.architecture.gated_mlp:
+                    halves = [shard.chunk(2) for shard in shards]
+                    value = torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+                else:
+                    value = torch.cat(shards, parameter.partition_dim)
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                value = value[: module.architecture.vocab_size]
+            found[name] = value.clone()
+    stages = [None] * topology.parallel.pipeline
+    dist.all_gather_object(stages, found, group=topology.pipeline_group)
+    merged = {name: value for stage in stages for name, value in stage.items()}
+    if engine.modules[0].architecture.tie_embeddings:
+        merged.pop("output_layer.weight", None)  # the last stage's copy
+    return merged

@@ -1,0 +1,122 @@
+"""Save under one layout, go on under another; never lose the last good checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarlhf import checkpoint
+from megarlhf.algorithms.supervised import sft_loss
+from megarlhf.checkpoint import CheckpointConfig, Checkpoints
+from megarlhf.config import UserError
+from megarlhf.models.build import build
+from tests.distributed.layouts import ADAM, GPT2, LLAMA, examples, full_weights, layout, share
+
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
+
+
+def run(directory, family, sizes, first, last, dtype="fp32", asynchronous=False, dropout=0.0):
+    """Steps [first, last) of one run: from the checkpoint when first > 0, saving at the end. Returns losses,
+    weights."""
+    with layout(**sizes) as topology:
+        engine = build(
+            "actor", MODELS[family], topology, micro_batch_size=2, dtype=dtype, optimizer=ADAM, total_steps=10, seed=3,
+            dropout=dropout,
+        )  # fmt: skip
+        checkpoints = Checkpoints(Path(directory), CheckpointConfig(asynchronous=asynchronous, keep=2))
+        if first:
+            checkpoint.load(engine, checkpoints.latest() / "actor", weights_only=False)
+            assert engine.steps == first
+        losses = []
+        for step in range(first, last):
+            losses.append(engine.step(share(examples(seed=step), topology), sft_loss)["loss"].value)
+            checkpoints.poll()
+        checkpoints.save(last, {"actor": engine}, {"note": family}, MODELS[family].save)
+        checkpoints.finish()
+        weights = full_weights(engine)
+        reread = build("actor", MODELS[family], topology, micro_batch_size=2, dtype=dtype)
+        checkpoint.load(reread, checkpoints.latest() / "actor", weights_only=True)
+        again = full_weights(reread)
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+        return losses, weights
+
+
+TWO = dict(tensor=2)
+ACROSS = [  # written by, read by
+    ("llama", TWO, dict(pipeline=2)),
+    ("gpt2", dict(pipeline=2), TWO),  # tied embeddings, padded vocabulary
+    ("llama", dict(pipeline=2, virtual_pipeline=2), dict()),  # distributed optimizer over two data-parallel ranks
+    ("gpt2", dict(distributed_optimizer=False), dict(tensor=2, sequence=True, distributed_optimizer=False)),
+]
+
+
+@pytest.mark.parametrize(("family", "writer", "reader"), ACROSS)
+def test_going_on_under_another_layout(ranks, tmp_path, family, writer, reader):
+    straight = ranks.run(2, run, tmp_path / "straight", family, writer, 0, 8)[0]
+    ranks.run(2, run, tmp_path / "run", family, writer, 0, 3)
+    for losses, weights in ranks.run(2, run, tmp_path / "run", family, reader, 3, 8):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[0][3:]), rtol=1e-5, atol=0)
+        for name, value in weights.items():
+            scale = straight[1][name].abs().max()
+            assert (value - straight[1][name]).abs().max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        (dict(tensor=2, sequence=True), dict(dtype="bf16")),
+        (dict(), dict(dtype="bf16", asynchronous=True)),
+        (dict(pipeline=2), dict(dropout=0.1)),
+    ],
+    ids=["tp2-bf16", "dp2-bf16-async", "pp2-dropout"],
+)
+def test_same_layout_is_bit_identical(ranks, tmp_path, sizes, more):
+    options = [more.get("dtype", "fp32"), more.get("asynchronous", False), more.get("dropout", 0.0)]
+    straight = ranks.run(2, run, tmp_path / "straight", "llama", sizes, 0, 6, *options)[0]
+    first = ranks.run(2, run, tmp_path / "run", "llama", sizes, 0, 3, *options)[0]
+    second = ranks.run(2, run, tmp_path / "run", "llama", sizes, 3, 6, *options)[0]
+    assert first[0] + second[0] == straight[0]
+    assert all(torch.equal(second[1][name], straight[1][name]) for name in straight[1])
+
+
+def save_three(directory):
+    with layout() as topology:
+        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+        checkpoints = Checkpoints(Path(directory), CheckpointConfig(keep=2))
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"actor": engine}, {}, LLAMA.save)
+        return str(checkpoints.latest())
+
+
+def load_from(directory):
+    with layout() as topology:
+        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32")
+        try:
+            checkpoint.load(engine, Path(directory), weights_only=True)
+        except UserError as error:
+            return str(error)
+        return None
+
+
+def test_retention_and_damage(ranks, tmp_path):
+    (latest,) = ranks.run(1, save_three, tmp_path)
+    steps = tmp_path / "checkpoints"
+    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+    assert Path(latest).name == "step_00000003"
+    assert json.loads((steps / "step_00000003" / "state.json").read_text())["step"] == 3
+
+    # A save that died half way: `latest` still names the last complete one, and the debris does not count.
+    (steps / "step_00000004.partial" / "actor").mkdir(parents=True)
+    assert Checkpoints(tmp_path, CheckpointConfig()).latest().name == "step_00000003"
+
+    # A file cut short is said so in one line; the step before still loads.
+    data = max((steps / "step_00000003" / "actor").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    (message,) = ranks.run(1, load_from, steps / "step_00000003" / "actor")
+    assert message and "\n" not in message and "step_00000003" in message and "damaged; use another one" in message
+    assert ranks.run(1, load_from, steps / "step_00000002" / "actor") == [None]
+
+    (steps / "latest").write_text("step_00000009\n")
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        Checkpoints(tmp_path, CheckpointConfig()).latest()

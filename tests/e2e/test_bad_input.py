@@ -1,0 +1,116 @@
+"""Mistakes: one line that says what, where and what to do; a nonzero exit, on every rank, in seconds."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from megarlhf import cli
+from tests.e2e.runs import CLI, finish, prepare
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("bad"))
+
+
+ONE_RANK = {
+    "unknown key": (["model.dtpye=fp32"], "unknown key 'model.dtpye'; did you mean 'dtype'?"),
+    "wrong type": (["training.steps=many"], "training.steps must be a whole number, not 'many'"),
+    "not a choice": (["optimizer.schedule=cosin"], "optimizer.schedule must be one of constant, linear, cosine"),
+    "no such checkpoint": (
+        ["model.architecture=null", "model.checkpoint=/no/such/model"],
+        "/no/such/model: no such directory; give a model, a checkpoint or a run directory",
+    ),
+    "no such data": (["data.train=/no/such.jsonl"], "/no/such.jsonl: cannot read the examples (No such file"),
+    "no such tokenizer": (["tokenizer=/no/such/tokenizer"], "/no/such/tokenizer: no such tokenizer; give a"),
+    "vocabulary": (["model.architecture.vocab_size=100"], "the model's vocabulary has 100 entries; use the tokenizer"),
+    "batch": (["training.micro_batch_size=3"], "training.global_batch_size: 8 is not a multiple of micro_batch_size 3"),
+    "sequence parallelism": (["parallel.sequence=true"], "parallel.sequence: splits the sequence over tensor-parallel"),
+    "context parallelism": (["parallel.context=2"], "parallel.context: context parallelism is not supported yet"),
+    "ranks": (["parallel.pipeline=2"], "1 ranks cannot be divided by tensor 1 x pipeline 2 = 2; start a multiple of 2"),
+    "override": (["training.steps"], "override 'training.steps': must have the form key.sub=value"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_line(config, capsys, name):
+    overrides, expected = ONE_RANK[name]
+    assert cli.main(["sft", "--config", str(config), *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megarlhf: error: ") and expected in line
+
+
+def test_where_in_the_files(config, tmp_path, capsys):
+    """A key's line in the YAML, a row's line in the JSONL, a damaged checkpoint's file."""
+    text = config.read_text()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text.replace("  lr: 0.01", "  lr: fast"))
+    number = 1 + text.splitlines().index("  lr: 0.01")
+    assert cli.main(["sft", "--config", str(bad)]) == 2
+    assert f"{bad}:{number}: optimizer.lr must be a number, not 'fast'" in capsys.readouterr().err
+
+    rows = (config.parent / "train.jsonl").read_text().splitlines()
+    rows[6] = json.dumps({"prompt": "no response"})
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    assert cli.main(["sft", "--config", str(config), f"data.train={data}", "data.max_bad_fraction=0"]) == 2
+    assert f"{data}:7: no key 'response' (found: prompt); 1 of 160 lines" in capsys.readouterr().err
+
+    (tmp_path / "model" / "actor").mkdir(parents=True)
+    (tmp_path / "model" / "actor" / "architecture.yaml").write_text("family: llama\nnum_layers: two\n")
+    overrides = ["model.architecture=null", f"model.checkpoint={tmp_path / 'model'}"]
+    assert cli.main(["sft", "--config", str(config), *overrides]) == 2
+    assert "architecture.yaml: num_layers must be a whole number, not 'two'" in capsys.readouterr().err
+
+
+EVERY_RANK = {
+    "heads": (["parallel.tensor=2", "model.architecture.num_query_groups=1"], "parallel.tensor: 2 does not divide"),
+    "layers": (["parallel.pipeline=2", "model.architecture.num_layers=3"], "3 layers cannot be shared evenly by 2"),
+    "truncated checkpoint": (["model.architecture=null", "model.checkpoint={broken}"], "is damaged; use another"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_RANK)
+def test_every_rank_ends(config, straight, tmp_path, name):
+    """Both ranks end by themselves with status 2 (no launcher is there to end them)."""
+    run, _ = straight
+    broken = tmp_path / "broken"
+    shutil.copytree(run / "checkpoints" / "step_00000008", broken)
+    data = max((broken / "actor").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    overrides, expected = EVERY_RANK[name]
+    overrides = [override.format(broken=broken) for override in overrides]
+    script = (
+        'for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank "$@" & pids="$pids $!"; done; '
+        'for pid in $pids; do wait $pid; echo "status $?"; done'
+    )
+    done = finish(
+        "bash", "-c", script, "_", sys.executable, *CLI, "sft", "--config", str(config), *overrides,
+        environment=dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"),
+        timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["status 2", "status 2"], done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    # once ranks are joined, the first error is shown once; before, nobody can ask who speaks
+    assert len(lines) == (1 if "preflight: 2 ranks" in done.stderr else 2), done.stderr
+    assert all(expected in line for line in lines), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_launch_errors_come_before_anything(config):
+    done = finish(sys.executable, *CLI, "sft", "--config", str(config), environment={"RANK": "0"}, timeout=60)
+    assert done.returncode == 2 and "WORLD_SIZE" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_is_instant():
+    """No torch, no megatron before a program starts."""
+    code = (
+        "import sys\nfrom megarlhf import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = finish(sys.executable, "-c", code)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,100 @@
+"""`megarlhf sft` as a user runs it: it learns, it survives kill -9 exactly, and every launcher computes the same."""
+
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.distributed.test_launch_mpi import find_mpirun
+from tests.e2e.runs import CLI, finish, losses, perplexities, start
+
+
+def test_it_learns_and_writes_what_it_says(straight):
+    run, _ = straight
+    curve = perplexities(run)
+    assert list(curve) == [0, 4, 8]
+    assert curve[8] < curve[4] < 0.7 * curve[0]
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000008\n"
+    step = run / "checkpoints" / "step_00000008"
+    assert {path.name for path in step.iterdir()} == {"actor", "tokenizer", "run.yaml", "state.json"}
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
+    """Killed after the third checkpoint's step; the same command then goes on, bit for bit."""
+    run, config = straight
+    command = (sys.executable, *CLI, "sft", "--config", str(config), f"run={tmp_path / 'run'}", "training.steps=8")
+    process = start(*command)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoints" / "step_00000004").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = finish(*command)
+    assert done.returncode == 0, done.stderr
+    assert "resuming" in done.stderr
+    assert losses(tmp_path / "run") == losses(run)
+    assert perplexities(tmp_path / "run") == perplexities(run)
+
+    # finished runs say so and change nothing; a changed configuration is named
+    again = finish(*command, "optimizer.lr=0.005")
+    assert again.returncode == 0
+    assert "changed since then: optimizer.lr: 0.01 -> 0.005" in again.stderr
+    assert losses(tmp_path / "run") == losses(run)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_launchers_give_the_same_losses(straight, tmp_path, launcher):
+    run, config = straight
+    environment = {}
+    if launcher == "torchrun":
+        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    else:
+        mpirun = find_mpirun("openmpi") or pytest.skip("no Open MPI here")
+        command = (mpirun, "-n", "2", "--oversubscribe", sys.executable)
+        environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = finish(
+        *command, *CLI, "sft", "--config", str(config), f"run={tmp_path / 'run'}", "parallel.tensor=2",
+        environment=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-5)
+
+
+def test_conversion_to_huggingface_and_back(straight, tmp_path):
+    """A trained checkpoint becomes a transformers model with the same perplexity, and back bit for bit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megarlhf.data.sft import SFTDataConfig, load_sft
+    from megarlhf.data.tokenizer import load_tokenizer
+
+    run, config = straight
+    for arguments in (("megatron2hf", run, tmp_path / "hf"), ("hf2megatron", tmp_path / "hf", tmp_path / "back")):
+        done = finish(sys.executable, "-m", "tools.convert", *map(str, arguments))
+        assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    validation = str(config.parent / "validation.jsonl")
+    examples, _ = load_sft(
+        validation, load_tokenizer(config.parent / "reviews.model"), SFTDataConfig(validation, max_length=64)
+    )
+    total = count = 0
+    with torch.no_grad():
+        for index in range(len(examples)):
+            tokens, mask, _ = examples.row(index)
+            ids, mask = torch.from_numpy(tokens).long(), torch.from_numpy(mask)[1:]
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            total, count = total - logprobs[mask].sum().item(), count + mask.sum().item()
+    assert total / count == pytest.approx(torch.tensor(perplexities(run)[8]).log().item(), rel=1e-4)
+
+    resumed = tmp_path / "run"  # a converted model starts a run like any other
+    done = finish(
+        sys.executable, *CLI, "sft", "--config", str(config), f"run={resumed}", "model.architecture=null",
+        f"model.checkpoint={tmp_path / 'back'}", "training.steps=1", "tokenizer=null",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert perplexities(resumed)[0] == pytest.approx(perplexities(run)[8], rel=1e-5)
+    shutil.rmtree(resumed)

@@ -1,0 +1,77 @@
+"""Compiles the Triton kernels for sm_90, which needs no GPU and no driver, and prints as JSON what each came to.
+
+A process of its own: TRITON_INTERPRET must not be set. `python -m tests.sm90_gate`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarlhf.kernels import triton_rows as rows
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **constants) -> dict:
+    """Registers, stack and local bytes of one variant, spills, and instructions an element of its inner loop."""
+    types = {name: f"*{logits}" for name in ("X", "REF", "OUT")} | {"scale": "fp32"}
+    types |= dict.fromkeys(("LABELS", "IDS", "STEP"), "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
+    constants = constants or {"ENTROPY": entropy, "BLOCK": block}
+
+    def type_of(name: str) -> str:
+        return "constexpr" if name in constants else types.get(name, "*fp32" if name.isupper() else "i32")
+
+    names = kernel.arg_names
+    aligned = [i for i, name in enumerate(names) if type_of(name).startswith("*") or name.startswith("stride")]
+    source = ASTSource(
+        fn=kernel, signature={name: type_of(name) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )  # fmt: skip
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": True}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([BIN / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    code = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;/]*);", sass)]
+    jumps = [(at, re.search(r"BRA.*?0x([0-9a-f]+)$", text)) for at, text in code]
+    loops = [
+        sum(int(jump[1], 16) <= at <= end for at, _ in code) for end, jump in jumps if jump and int(jump[1], 16) < end
+    ]
+    return {
+        "registers": registers, "stack": stack, "local": local,
+        "spills": sum("LDL" in text or "STL" in text for _, text in code),
+        "per_element": max(loops) / (block / (warps * 32)) if loops else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    shapes = {
+        rows.logprob_stats_kernel: lambda entropy: (rows.STATS_BLOCK, rows.STATS_WARPS),
+        rows.logprob_grad_kernel: lambda entropy: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
+        rows.kl_stats_kernel: lambda entropy: (rows.KL_BLOCK, rows.KL_WARPS[entropy]),
+        rows.kl_grad_kernel: lambda entropy: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
+    }
+    print(json.dumps({
+        f"{kernel.__name__} {logits}{' entropy' * entropy}": measure(kernel, logits, entropy, *shape(entropy))
+        for kernel, shape in shapes.items() for logits in ("bf16", "fp32") for entropy in (False, True)
+        if logits == "bf16" or kernel in (rows.logprob_stats_kernel, rows.logprob_grad_kernel)
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

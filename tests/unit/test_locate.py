@@ -1,0 +1,54 @@
+"""Paths of models, checkpoints and runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarlhf.config import UserError
+from megarlhf.models.locate import find_model, find_tokenizer
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in ("step_00000001", "step_00000002"):
+        for role in ("actor", "critic"):
+            model = tmp_path / "checkpoints" / step / role
+            model.mkdir(parents=True)
+            (model / "architecture.yaml").touch()
+        (tmp_path / "checkpoints" / step / "tokenizer").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000002\n")
+    return tmp_path
+
+
+def test_run_checkpoint_and_model_lead_to_the_model(run):
+    checkpoint = run / "checkpoints" / "step_00000002"
+    for path in (run, checkpoint, checkpoint / "critic"):
+        assert find_model(path, "critic") == checkpoint / "critic"
+        assert find_tokenizer(path) == checkpoint / "tokenizer"
+    assert find_model(str(run)) == checkpoint / "actor"
+    assert find_model(checkpoint / "critic") == checkpoint / "critic"  # a model is itself, whatever its role
+
+
+def test_no_tokenizer(run):
+    (run / "checkpoints" / "step_00000002" / "tokenizer").rmdir()
+    assert find_tokenizer(run) is None
+    assert find_tokenizer(run / "checkpoints" / "step_00000002" / "actor") is None
+
+
+def test_one_line_errors(run, tmp_path):
+    with pytest.raises(UserError, match="no 'reward' model; present: actor, critic"):
+        find_model(run, "reward")
+    (run / "checkpoints" / "latest").write_text("step_00000003")
+    for find in (find_model, find_tokenizer):
+        with pytest.raises(UserError, match="latest: names 'step_00000003'"):
+            find(run)
+    (run / "checkpoints" / "latest").write_text("")
+    with pytest.raises(UserError, match="names ''"):
+        find_model(run)
+    with pytest.raises(UserError, match="neither a model"):
+        find_model(run / "checkpoints")
+    (run / "checkpoints" / "config.json").touch()
+    with pytest.raises(UserError, match="hf2megatron"):
+        find_model(run / "checkpoints")
+    with pytest.raises(UserError, match="no such directory"):
+        find_model(run / "nothing")

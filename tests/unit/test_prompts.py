@@ -1,0 +1,108 @@
+"""Prompts: tokenized, cut as detail G2 says, padded at the left, shared out."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megarlhf.config import UserError
+from megarlhf.data.prompts import PromptLoader, PromptsConfig, load_prompts
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.unit.test_data import save_hf
+
+TEXTS = ["One two. Three four. Five", "The quick brown fox.", "no period here", "End. "]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(save_hf(tmp_path_factory.mktemp("hf")))
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    """Prompts of the texts, or of lines as they are, under some configuration."""
+
+    def run(texts=TEXTS, lines=None, **fields):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n".join(lines or [json.dumps({"prompt": text}) for text in texts]) + "\n")
+        return load_prompts(tokenizer, PromptsConfig(str(path), **fields))
+
+    return run
+
+
+def shown(tokenizer, prompts):
+    return [tokenizer.decode(ids) for ids in prompts.tokens]
+
+
+def test_prompts_keep_their_beginning(load, tokenizer):
+    prompts, report = load(length=8)
+    whole = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in TEXTS]
+    assert [ids.tolist() for ids in prompts.tokens] == [ids[:8] for ids in whole]
+    long = [line for line, ids in enumerate(whole, start=1) if len(ids) > 8]
+    assert long and report.truncated == tuple(long)
+    assert f"{len(long)} cut to 8 tokens ({report.path}:{long[0]}" in report.summary()
+    assert prompts.texts == TEXTS
+
+
+def test_prompts_may_keep_their_end(load, tokenizer):
+    prompts, _ = load(length=8, truncate="start")
+    assert [ids.tolist() for ids in prompts.tokens] == [
+        [tokenizer.bos_id, *tokenizer.encode(text)[-7:]] for text in TEXTS
+    ]
+    prompts, report = load(length=64, add_bos=False)
+    assert shown(tokenizer, prompts) == TEXTS and not report.truncated
+
+
+def test_between_periods(load, tokenizer):
+    """Detail P3: behind the first period, up to the last one that fits."""
+    prompts, report = load(length=64, start_text=".", end_text=".", add_bos=False)
+    assert shown(tokenizer, prompts) == [" Three four."]
+    assert report.dropped == (2, 3, 4) and "3 dropped (no start_text or end_text)" in report.summary()
+
+
+def test_left_padding_and_shares(load, tokenizer):
+    prompts, _ = load(length=8)
+    whole = PromptLoader(prompts, length=8, global_batch=6, pad_id=999, seed=3)
+    batches = [whole.batch(step) for step in range(2)]
+    for step, batch in enumerate(batches):
+        assert torch.equal(batch.sequence_ids, torch.arange(6 * step, 6 * step + 6))
+        assert ((batch.tokens == 999) == ~batch.valid).all() and batch.valid[:, -1].all()
+        assert (batch.valid[:, 1:] >= batch.valid[:, :-1]).all()  # padding at the left alone
+        for rank in range(2):
+            loader = PromptLoader(prompts, length=8, global_batch=6, pad_id=999, seed=3, dp_rank=rank, dp_size=2)
+            part, want = loader.batch(step), batch.select(slice(3 * rank, 3 * rank + 3))
+            assert torch.equal(part.tokens, want.tokens) and torch.equal(part.sequence_ids, want.sequence_ids)
+    seen = [tuple(row[row != 999].tolist()) for batch in batches for row in batch.tokens]
+    assert all(seen.count(tuple(ids.tolist())) == 3 for ids in prompts.tokens)  # 12 rows: three epochs of 4
+    with pytest.raises(UserError, match="6 prompts cannot be shared evenly by 4"):
+        PromptLoader(prompts, length=8, global_batch=6, pad_id=999, dp_size=4)
+    one = prompts.rows(np.array([2]), np.array([7]), length=8, pad_id=999)
+    assert one.sequence_ids.tolist() == [7] and tokenizer.decode(one.tokens[0][one.valid[0]])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', '{"prompt": "  "}'], "prompts.jsonl:2: 'prompt' is empty"),
+        (['{"prompt": "a"}', "", '{"text": "a"}'], r"prompts.jsonl:3: no key 'prompt' \(found: text\)"),
+        (['{"prompt": 1}'], "prompts.jsonl:1: 'prompt' must be a string, not int"),
+        (["{"], "prompts.jsonl:1: not JSON"),
+        (["", " "], "no prompt is left"),
+    ],
+)
+def test_bad_lines_stop(load, lines, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(lines=lines)
+    assert "\n" not in str(caught.value)
+
+
+def test_some_bad_lines_may_pass(load):
+    prompts, report = load(lines=['{"prompt": "a"}', '{"prompt": ""}'], max_bad_fraction=0.5)
+    assert len(prompts) == 1 and report.bad == ((2, "'prompt' is empty"),)
+
+
+@pytest.mark.parametrize("fields", [dict(length=1), dict(max_bad_fraction=2.0)])
+def test_bad_settings(fields):
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))}: "):
+        PromptsConfig("x", **fields)

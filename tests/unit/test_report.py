@@ -1,0 +1,316 @@
+"""Reports of small runs made up here, read back with an HTML parser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf import cli, report
+from megarlhf.report import charts
+from tests.ranks import ROOT
+
+CONFIG = {
+    "run": "runs/small",
+    "model": {"checkpoint": "runs/sft", "dtype": "fp32"},
+    "ppo": {"kl": {"controller": "adaptive", "target": 6.0}},
+    "training": {"steps": 6},
+    "parallel": {"tensor": 2, "pipeline": 1},
+    "seed": 0,
+}
+SCRIPT = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """The elements of a page as (tag, attributes) and its text by the tag around it; closes what it opens."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.html = html
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.append((self.open[-1], data))
+
+    def text(self, tag: str | None = None) -> str:
+        return " ".join(data for around, data in self.texts if tag in (None, around))
+
+    def paths(self, kind: str) -> list[dict[str, str]]:
+        return [a for tag, a in self.elements if tag == "path" and kind in a["class"].split()]
+
+    def points(self) -> dict[str, int]:
+        """{label: points drawn}; every label once."""
+        return {path["data-label"]: len(re.findall("[ML]", path["d"])) for path in self.paths("curve")}
+
+
+def record(step: int, **values) -> dict:
+    return {"step": step, "time": 1000.0 + step, **values}
+
+
+def ppo_records(count: int) -> list[dict]:
+    return [
+        record(
+            step,
+            **{"objective/scores": 0.1 * step, "objective/kl": 0.5 * step, "ppo/loss/policy": -0.1},
+            **{"time/sample": 1.0, "time/learn": 3.0, "time/step": 4.0, "gate/ratio": 2e-7},
+        )
+        for step in range(1, count + 1)
+    ]
+
+
+def sample(step: int, query: str, response: str, **values) -> dict:
+    return {"step": step, "query": query, "response": response, "score": 1.0, "kl": 2.0, **values}
+
+
+def make(path: Path, records: list[dict], samples: list[dict] | None = None, config: dict = CONFIG) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "run.yaml").write_text(yaml.safe_dump(config))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+    if samples is not None:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in samples)
+        (path / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def render(*args, **kwargs) -> Page:
+    return Page(report.render(make(*args, **kwargs)))
+
+
+def test_curves_have_a_point_for_each_record(tmp_path):
+    records = [record(0, **{"validation/loss": 5.0})]
+    records += [record(step, loss=4.0 / step, grad_norm=1.0) for step in range(1, 31)]
+    records += [record(30, **{"validation/loss": 1.0})]
+    page = render(tmp_path, records)
+    assert page.points() == {"training": 30, "held-out": 2, "model": 30}
+    loss = next(path for path in page.paths("curve") if path["data-label"] == "training")
+    assert loss["data-x"].split() == [str(step) for step in range(1, 31)]
+    assert [float(y) for y in loss["data-y"].split()] == pytest.approx([4.0 / s for s in range(1, 31)], rel=1e-4)
+    assert len(page.paths("smooth")) == 2  # the long ones
+
+
+def test_what_is_not_finite_is_a_marked_gap(tmp_path):
+    records = [record(step, loss=math.inf if step == 1 else None if step == 3 else 1.0 + step) for step in range(6)]
+    page = render(tmp_path, records)
+    (curve,) = page.paths("curve")
+    assert page.points() == {"training": 4}
+    assert curve["d"].count("M") == 3
+    assert len(page.paths("bad")) == 2
+
+
+def test_header_says_what_improved(tmp_path):
+    page = render(tmp_path, ppo_records(6))
+    assert ("b", {"class": "good"}) in page.elements
+    for text in (
+        "megarlhf ppo",
+        "6 of 6",
+        "runs/sft, fp32",
+        "tensor 2 × pipeline 1",
+        "difference 2e-07 nats",
+        "step 1 → 6",
+    ):
+        assert text in page.text(), text
+    worse = render(tmp_path, [record(step, loss=float(step)) for step in (1, 2)])
+    assert ("b", {"class": "bad"}) in worse.elements
+
+
+def test_batches_that_were_not_learned_from_are_counted(tmp_path):
+    label = "batches not learned from"
+    assert label not in render(tmp_path, ppo_records(3)).text()
+    refused = ppo_records(4)
+    del refused[2]["ppo/loss/policy"]
+    assert f"{label} 1" in render(tmp_path, refused).text()
+
+
+def test_the_target_is_drawn_where_the_controller_has_one(tmp_path):
+    def levels(config: dict) -> list:
+        page = render(tmp_path, ppo_records(3), config=config)
+        return [tag for tag, attributes in page.elements if tag == "line" and attributes["class"] == "level"]
+
+    assert levels(CONFIG) == ["line"]
+    assert levels({**CONFIG, "ppo": {"kl": {"controller": "fixed", "target": 6.0}}}) == []
+
+
+def test_a_number_that_no_group_knows_is_shown(tmp_path):
+    assert render(tmp_path, [record(1, **{"new/thing": 1.0})]).points() == {"new/thing": 1}
+
+
+def test_phases(tmp_path):
+    page = render(tmp_path, ppo_records(5))
+    bars = [attributes for tag, attributes in page.elements if tag == "rect"]
+    heights = [sum(float(bar["height"]) for bar in bars if bar["class"] == f"c{index}") for index in (0, 1)]
+    assert len(bars) == 10
+    assert heights[1] == pytest.approx(3 * heights[0], rel=0.02)
+    for text in ("1 s", "3 s", "4 s", "25.0%", "75.0%"):
+        assert text in page.text("td"), text
+
+
+def test_samples_of_both_ends_stand_side_by_side(tmp_path):
+    samples = [sample(1, "q1", "a"), sample(1, "q2", "b"), sample(3, "other", "?"), sample(5, "q2", "c")]
+    page = render(tmp_path, ppo_records(5), samples)
+    cells = [text for around, text in page.texts if around in ("p", "span") and text.strip()]
+    shown = " ".join(cells).split()
+    assert shown[-6:] == ["q2", "b", "q2", "c", "q1", "a"]  # the same query first
+    assert "other" not in shown
+    assert "2 responses" in page.text()
+
+
+def test_samples_that_a_resumed_run_wrote_again_count_once(tmp_path):
+    twice = [sample(1, "q", "a\u2028b"), sample(3, "q", "c"), sample(3, "q", "c", score=math.nan)]
+    page = render(tmp_path, ppo_records(3), [*twice, *twice])
+    assert "1 responses" in page.text() and "2 responses" in page.text()
+    assert "a\u2028b" in page.text()
+    assert "not finite" in page.text("b")
+
+
+def test_nothing_of_the_run_becomes_markup(tmp_path):
+    quoted = f'"{SCRIPT}'
+    rows = [row | {quoted: 1.0, f"time/{quoted}": 1.0} for row in ppo_records(2)]
+    config = {**CONFIG, "run": SCRIPT, "seed": SCRIPT, "model": {"checkpoint": SCRIPT, "dtype": SCRIPT}}
+    run = make(tmp_path / '"<script>', rows, [sample(1, SCRIPT, f"</td></table>{SCRIPT}")], config)
+    (run / "audit.json").write_text(json.dumps([dict.fromkeys(("detail", "what", "value", "original"), SCRIPT)]))
+    page = Page(report.render(run))
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert SCRIPT not in page.html
+    for tag, around in (("h1", '"<script>'), ("dd", SCRIPT), ("p", SCRIPT), ("pre", SCRIPT), ("td", SCRIPT)):
+        assert around in page.text(tag), tag
+    assert quoted in page.points()
+
+
+def test_the_page_needs_nothing_else_and_runs_its_own_script_only(tmp_path):
+    page = render(tmp_path, ppo_records(30), [sample(1, "q", "r"), sample(30, "q", "r")])
+    assert "http:" not in page.html and "https:" not in page.html and "url(" not in page.html
+    assert {"src", "srcset", "data", "action"}.isdisjoint(
+        name for _, attributes in page.elements for name in attributes
+    )
+    targets = [attributes["href"] for _, attributes in page.elements if "href" in attributes]
+    assert sorted(targets) == sorted(f"#{a['id']}" for tag, a in page.elements if tag == "section")
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.text("script").encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_run_that_is_not_finished(tmp_path, count):
+    run = make(tmp_path, ppo_records(count), [sample(1, "q", "first")] if count else None)
+    for name, cut in (
+        ("metrics.jsonl", b'{"step": 5, "objective/sco'),
+        ("samples.jsonl", b'{"step": 5, "query": "\xe2'),
+    ):
+        with (run / name).open("ab") as file:
+            file.write(cut)
+    page = Page(report.render(run))
+    assert set(page.points().values()) == ({count} if count else set())
+    assert f"{count} of 6, not finished" in page.text("dd")
+    assert ("No step is recorded yet." in page.text()) == (count == 0)
+    assert ("first" in page.text("p")) == (count > 0)
+    assert "controller: adaptive" in page.text("pre")
+
+
+def test_a_long_run_keeps_its_extremes(tmp_path):
+    values = {7_001: 90.0, 12_345: -50.0}
+    page = render(tmp_path, [record(step, **{"ppo/loss/policy": values.get(step, 1.0)}) for step in range(20_000)])
+    (curve,) = page.paths("curve")
+    assert 500 <= page.points()["loss"] <= charts.MAX_POINTS
+    assert {"7001", "12345"} <= set(curve["data-x"].split())
+    assert len(page.html) < 100_000
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1e-7, 3e-2), (0.003, 412.0), (2.71e-7, 2.9e-7), (98_000.0, 99_000.0)])
+def test_ticks_are_few_and_on_the_axis(low, high, log):
+    if log and high / low < 10:
+        return  # such an axis is never logarithmic
+    axis = charts.Axis(low, high, 0.0, 100.0, log)
+    assert (axis(low), axis(high)) == (0.0, 100.0)
+    ticks = axis.ticks(4)
+    assert 2 <= len(ticks) <= 9
+    assert all(0 <= axis(tick) <= 100 for tick in ticks)
+    assert len({charts.number(tick, 6) for tick in ticks}) == len(ticks)
+
+
+def test_the_audit_that_a_run_wrote_is_shown(tmp_path):
+    from megarlhf import config
+    from megarlhf.train import audit, ppo
+
+    values = {
+        "run": "r",
+        "model": {"checkpoint": "m"},
+        "prompts": {"path": "p"},
+        "scoring": {"sources": [{"url": "http://host:1"}]},
+    }
+    settings = config.from_dict(ppo.PPORunConfig, values, "test")
+    run = make(tmp_path, ppo_records(1))
+    audit.save(settings, run / "audit.json")
+    page = Page(report.render(run))
+    details = audit.details(settings)
+    assert [a.get("class") for tag, a in page.elements if tag == "tr"].count("differs") == sum(
+        value != original for _, _, value, original in details
+    )
+    for _, what, _, _ in details:
+        assert what in page.text("td"), what
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    run = make(tmp_path / "run", ppo_records(2), [sample(1, "q", "r")])
+    with (run / "samples.jsonl").open("a") as file:  # half of a surrogate pair cannot be written as UTF-8
+        file.write(json.dumps(sample(2, "q", "\ud800")) + "\n")
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert Page((run / "report.html").read_text(encoding="utf-8")).points()
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_bytes() == (run / "report.html").read_bytes()
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "none" / "x.html")]) == 2
+    assert "cannot write the report" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
+    def refusal(directory: Path) -> str:
+        assert cli.main(["report", str(directory)]) == 2
+        return capsys.readouterr().err
+
+    for directory in (tmp_path / "nowhere", tmp_path):
+        assert f"error: {directory}: not a run directory, run.yaml is missing; give the one" in refusal(directory)
+    (tmp_path / "run.yaml").write_text("run: x\n")
+    assert "metrics.jsonl is missing" in refusal(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    for text in ("a: [", "", "- 1"):
+        (tmp_path / "run.yaml").write_text(text)
+        assert "run.yaml: not a configuration in YAML; put" in refusal(tmp_path)
+
+
+def test_the_command_is_instant():
+    code = (
+        "import sys, megarlhf.cli\n"
+        "assert megarlhf.cli.main(['report', 'nowhere']) == 2\n"
+        "sys.exit(' '.join({'torch', 'megatron', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,213 @@
+"""The sampling kernel on one rank: its noise, its distribution, its log-probs, its filters."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from megarlhf.kernels import reference
+from megarlhf.kernels.noise import gumbel, philox
+from megarlhf.kernels.sampling import Draw, sample, torch_records
+from tests.unit.test_kernels import run_python
+
+STEP = torch.tensor(0)
+
+
+def draw(logits, options=None, *, vocab_size=None, seed=0, ids=None, step=STEP, with_entropy=False):
+    ids = torch.arange(len(logits)) if ids is None else ids
+    vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+    return sample(
+        logits, options or Draw(), seed=seed, sequence_ids=ids, step=step, vocab_size=vocab_size,
+        with_entropy=with_entropy,
+    )  # fmt: skip
+
+
+def random_logits(rows, vocab_size, *, scale=2.0, seed=0):
+    """(rows, padded vocabulary), the padding made tempting."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, -(-vocab_size // 128) * 128, generator=generator) * scale
+    logits[:, vocab_size:] = 100.0
+    return logits
+
+
+# Random123's kat_vectors for philox4x32-10: counter, key, words.
+VECTORS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+     [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), VECTORS)
+def test_philox_is_the_published_one(counter, key, words):
+    assert [int(word) for word in philox(tuple(map(torch.tensor, counter)), tuple(key))] == words
+
+
+def test_noise_depends_on_its_counter_alone():
+    ids = torch.tensor([3, 2**40 + 3, 4])
+    whole = gumbel(7, ids, STEP, stream=0, first=0, count=500)
+    for first, count in ((1, 5), (4, 8), (250, 250), (499, 1)):
+        part = gumbel(7, ids[1:], STEP, stream=0, first=first, count=count)
+        assert torch.equal(part, whole[1:, first : first + count])
+    for other in (
+        gumbel(8, ids, STEP, stream=0, first=0, count=500),
+        gumbel(7 + 2**40, ids, STEP, stream=0, first=0, count=500),
+        gumbel(7, ids, STEP + 1, stream=0, first=0, count=500),
+        gumbel(7, ids, STEP, stream=1, first=0, count=500),
+        gumbel(7, ids + 2**33, STEP, stream=0, first=0, count=500),
+    ):
+        assert (other == whole).float().mean() < 0.01
+    assert (whole[0] == whole[1]).float().mean() < 0.01  # ids that share their low word
+
+
+def test_noise_is_gumbel():
+    values = gumbel(1, torch.arange(2000), STEP, stream=0, first=0, count=100).flatten().double().sort().values
+    exact = torch.exp(-torch.exp(-values))
+    distance = (exact - torch.linspace(0, 1, len(values), dtype=torch.float64)).abs().max()
+    assert distance < 1.95 / len(values) ** 0.5  # Kolmogorov-Smirnov: exceeded once in a thousand
+
+
+def filtered(p, options):
+    """What is left of `p` (V,), largest first, by sorting."""
+    order = p.argsort(descending=True)
+    kept = p[order]
+    if options.top_k:
+        kept[options.top_k :] = 0
+    if options.top_p < 1:
+        kept[1:][kept.cumsum(0)[:-1] >= options.top_p * kept.sum()] = 0
+    out = torch.zeros_like(p)
+    out[order] = kept / kept.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Draw(), Draw(temperature=0.7), Draw(top_k=20), Draw(top_p=0.8), Draw(top_k=50, top_p=0.7, temperature=1.5)],
+    ids=str,
+)
+def test_40000_draws_have_the_exact_distribution(options):
+    vocab_size, count = 503, 40_000
+    logits = random_logits(1, vocab_size)
+    # 400 sequences at 100 places each: the counters that training uses
+    tokens = torch.cat([
+        draw(logits.expand(400, -1), options, vocab_size=vocab_size, step=torch.tensor(step)).tokens
+        for step in range(count // 400)
+    ])  # fmt: skip
+    p = filtered((logits[0, :vocab_size].double() / options.temperature).softmax(-1), options)
+    found, expected = torch.bincount(tokens, minlength=vocab_size), count * p
+    assert found[p == 0].sum() == 0  # nor is the padding, or bincount would be longer
+    assert len(found) == vocab_size
+    rare = expected < 5
+    found = torch.cat([found[~rare], found[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    found, expected = found[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    chi_square = ((found - expected) ** 2 / expected).sum()
+    assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5, (chi_square, freedom)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [Draw(temperature=0.7), Draw(greedy=True, temperature=2.0), Draw(top_k=3)], ids=str)
+def test_logprob_and_entropy_are_those_of_the_unfiltered_distribution(options, dtype):
+    logits = random_logits(64, 1000).to(dtype)
+    logits[0, 5:500] = -torch.inf
+    got = draw(logits, options, vocab_size=1000, with_entropy=True)
+    want = reference.logprobs(logits[:, :1000].double(), got.tokens, temperature=options.temperature)
+    torch.testing.assert_close(got.logprobs, want.logprobs.float(), rtol=0, atol=5e-6)
+    torch.testing.assert_close(got.entropy, want.entropy.float(), rtol=0, atol=5e-6)
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = torch.zeros(3, 256)
+    logits[1, [200, 7, 130]] = 1.0
+    logits[2, 255] = 1.0
+    assert draw(logits, Draw(greedy=True)).tokens.tolist() == [0, 7, 255]
+
+
+def test_certain_tokens_are_sampled():
+    logits = torch.full((4, 384), -torch.inf)
+    logits[torch.arange(4), torch.tensor([0, 127, 128, 383])] = 3.0
+    got = draw(logits, with_entropy=True)
+    assert got.tokens.tolist() == [0, 127, 128, 383]
+    assert got.logprobs.tolist() == got.entropy.tolist() == [0.0] * 4
+
+
+def test_nan_gives_a_token_of_the_vocabulary():
+    got = draw(torch.full((2, 128), torch.nan), vocab_size=100)
+    assert (got.tokens < 100).all() and (got.tokens >= 0).all() and got.logprobs.isnan().all()
+
+
+def test_ties_at_the_threshold_all_pass():
+    logits = torch.zeros(2000, 128)
+    logits[:, :3] = 1.0
+    assert set(draw(logits, Draw(top_k=2)).tokens.tolist()) == {0, 1, 2}
+    assert set(draw(logits, Draw(top_k=4)).tokens.tolist()) == set(range(128))
+
+
+def test_top_p_of_negative_and_large_logits():
+    logits = torch.tensor([[-1000.0, -1001.0, -1002.0, -1010.0]]).repeat(500, 32)[:, :128]
+    logits[:, 4:] = -torch.inf
+    assert set(draw(logits, Draw(top_p=0.9)).tokens.tolist()) == {0, 1}  # 0.665 + 0.245
+
+
+@pytest.mark.parametrize(
+    "field", [{"temperature": 0.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_bad_options_are_refused(field):
+    with pytest.raises(ValueError, match=f"^{next(iter(field))}: "):
+        dataclasses.replace(Draw(), **field)
+
+
+OPTIONS = [Draw(), Draw(greedy=True), Draw(top_k=7), Draw(temperature=0.3, top_p=0.8)]
+
+
+def check_triton(device):
+    """The Triton kernels do what the torch ones do, on the first shard and on a later one; ties, -inf, large ids."""
+    from megarlhf.kernels.triton_sampling import triton_records
+
+    for vocab_size, dtype, seed in ((503, torch.float32, 2**40 + 5), (90, torch.bfloat16, 2**63 + 3)):
+        logits = random_logits(16, vocab_size, scale=3.0)[:, :vocab_size].to(device, dtype)
+        logits[0, 3:80] = -torch.inf
+        logits[1, [5, 87]] = 20.0
+        ids = torch.arange(16, device=device) * (2**30 + 7)
+        for options, start in zip(OPTIONS * 2, [0] * 4 + [1280] * 4, strict=True):
+            threshold = None if options.greedy or options == Draw() else logits.float().quantile(0.9, dim=1)
+            arguments = dict(start=start, threshold=threshold, seed=seed, sequence_ids=ids,
+                             step=torch.tensor(3, device=device), with_entropy=True)  # fmt: skip
+            got, want = (rows(logits, options, **arguments) for rows in (triton_records, torch_records))
+            assert torch.equal(got[:, 1:4], want[:, 1:4]), (vocab_size, options, start)  # token, its logit, top
+            torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-5)
+
+
+def test_triton_in_the_interpreter():
+    pytest.importorskip("triton")
+    run_python(
+        "-c",
+        "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from tests.unit.test_sampling import check_triton; check_triton('cpu')",
+    )
+
+
+def test_triton_on_sm90(tmp_path):
+    """Compiled for Hopper without a GPU: at most 128 registers, nothing spilled."""
+    pytest.importorskip("triton")
+    code = """
+import json
+from megarlhf.kernels import triton_sampling as kernels
+from tests.sm90_gate import measure
+found = {}
+for logits, on in (("bf16", False), ("bf16", True), ("fp32", True)):
+    flags = dict(ENTROPY=on, FILTER=on)
+    found[f"stats {logits} {on}"] = measure(
+        kernels.block_stats_kernel, logits, on, 1, kernels.TILE_WARPS, TILE=kernels.TILE_BLOCKS, **flags)
+    found[f"pick {logits} {on}"] = measure(
+        kernels.pick_kernel, logits, on, 1, kernels.PICK_WARPS, BLOCKS=1024, GREEDY=logits == "fp32", FIRST_STREAM=0,
+        SECOND_STREAM=1, **flags)
+print(json.dumps(found))
+"""
+    measured = json.loads(run_python("-c", code, TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(measured) == 6
+    for name, cost in measured.items():
+        assert cost["registers"] <= 128 and not (cost["stack"] or cost["local"] or cost["spills"]), (name, cost)

@@ -1,0 +1,391 @@
+"""Truncation and texts, Python functions, remote scorers (real processes), and what is refused before a run starts."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+from megarlhf import cli
+from megarlhf import config as configuration
+from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.config import UserError
+from megarlhf.data.tokenizer import load_tokenizer, token_id
+from megarlhf.experience.reward import ScoringConfig, SourceConfig, texts, truncate
+from megarlhf.experience.sources import FunctionScorer, RemoteScorer, finite_scores
+from megarlhf.train import scoring
+from tests.distributed.layouts import GPT2, LLAMA
+from tests.scoring import bad_server, make_rollout, reward_server, train_tokenizer
+from tests.unit.test_data import save_hf
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(train_tokenizer(tmp_path_factory.mktemp("sp") / "tokenizer"))
+
+
+# ------------------------------------------------------------------------------------------------ truncation (P5)
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["fixed length", "stop at EOS"])
+@pytest.mark.parametrize("after", [0, 3, 5, 6])
+def test_truncation_equals_a_loop(stop, after):
+    rollout = make_rollout(64, stop=stop, vocab=16)  # so few ids that a row has the token often, sometimes twice
+    token, first = 12, rollout.prompt_len
+    rollout.tokens[:, first:][~rollout.mask] = token  # padding has any id, and is none
+    read, accepted = truncate(rollout, token=token, after=after)
+    for row in range(len(rollout)):
+        ids = rollout.tokens[row, first:].tolist()
+        places = [j for j in range(after, len(ids)) if ids[j] == token and rollout.mask[row, j]]
+        end = places[0] + 1 if places else len(ids)
+        expected = [bool(rollout.mask[row, j]) and j < end for j in range(len(ids))]
+        assert read.mask[row].tolist() == expected
+        assert read.segments[row].tolist() == rollout.segments[row, :first].tolist() + [int(x) for x in expected]
+        assert accepted[row].item() == bool(places)
+    assert accepted.any() == (after < 6) and not accepted.all()
+    assert torch.equal(read.tokens, rollout.tokens) and rollout.segments[:, first:].sum() == rollout.mask.sum()
+
+
+def test_texts_are_what_is_scored(tokenizer):
+    dot = token_id(tokenizer, ".", "truncate_token")
+    words = tokenizer.encode("the sea is slow")
+    rollout = make_rollout(2, prompt=len(words) + 2, response=len(words) + 3)
+    pad, first = 9999, rollout.prompt_len
+    rows = [
+        [pad, tokenizer.bos_id, *words, *words, dot, tokenizer.eos_id, 12],
+        [pad, pad, *words, *words, 302, dot, tokenizer.eos_id],  # 302: of a vocabulary that was rounded up
+    ]
+    rollout.tokens.copy_(torch.tensor(rows))
+    rollout.segments.copy_(rollout.tokens != pad)
+    rollout.mask.copy_(rollout.tokens[:, first:] != pad)
+    prompts, responses = texts(rollout, tokenizer)
+    assert prompts == ["the sea is slow"] * 2
+    assert responses[0].startswith(" the sea is slow.</s>") and responses[1] == " the sea is slow."
+    prompts, responses = texts(truncate(rollout, token=dot, after=0)[0], tokenizer)
+    assert (prompts, responses) == (["the sea is slow"] * 2, [" the sea is slow."] * 2)
+
+
+def test_the_truncation_token(tokenizer, tmp_path):
+    save_hf(tmp_path)
+    other = load_tokenizer(tmp_path)
+    pieces = tokenizer.tokens()
+    assert (
+        pieces[token_id(tokenizer, ".", "truncate_token")] == "."
+        and pieces[token_id(tokenizer, " .", "truncate_token")] == "▁."
+    )
+    assert (
+        token_id(tokenizer, "</s>", "truncate_token") == tokenizer.eos_id
+        and pieces[token_id(tokenizer, "▁.", "truncate_token")] == "▁."
+    )
+    assert (
+        token_id(other, ".", "truncate_token") == other.encode(".")[0]
+        and token_id(other, "<|im_end|>", "truncate_token") == other.eos_id
+    )
+    for text in ("never ends", ""):
+        with pytest.raises(UserError, match="is not one token behind a word"):
+            token_id(tokenizer, text, "truncate_token")
+
+
+# ------------------------------------------------------------------------------------------------ functions
+
+FUNCTIONS = """
+from __future__ import annotations
+import dataclasses, sys
+import numpy as np, torch
+
+@dataclasses.dataclass
+class Rule:
+    factor: float
+    def __call__(self, prompts, responses):
+        return [self.factor * len(response) - len(prompt) for prompt, response in zip(prompts, responses)]
+
+rule = Rule(2.0)
+def array(prompts, responses): return np.array(rule(prompts, responses), np.float32)
+def tensor(prompts, responses): return torch.tensor(rule(prompts, responses))
+def items(prompts, responses): return [torch.tensor(score) for score in rule(prompts, responses)]
+def correct(prompts, responses): return [response == "abc" for response in responses]
+def raises(prompts, responses): return [1 / (len(response) - 1) for response in responses]
+def leaves(prompts, responses): sys.exit("no licence")
+def short(prompts, responses): return [1.0]
+def nan(prompts, responses): return [1.0, float("nan")]
+def infinite(prompts, responses): return [float("-inf"), 1.0]
+def huge(prompts, responses): return [1.0, 1e300]
+def words(prompts, responses): return ["1.0", 2.0]
+def none(prompts, responses): return [None, 2.0]
+def nothing(prompts, responses): pass
+def lazy(prompts, responses): return (1.0 for _ in responses)
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "rules.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rule", "array", "tensor", "items"])
+def test_functions_score_texts(functions, name):
+    assert FunctionScorer(f"{functions}:{name}")(["a", "bc"], ["abc", "b"]) == [5.0, 0.0]
+
+
+def test_a_function_of_a_module():
+    assert FunctionScorer("tests.unit.test_scoring:lengths")(["a", "b"], ["abc", "b"]) == [3.0, 1.0]
+
+
+def lengths(prompts, responses):
+    return [len(response) for response in responses]
+
+
+def test_right_or_wrong(functions):
+    assert FunctionScorer(f"{functions}:correct")(["a", "bc"], ["abc", "b"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("raises", r"failed at .*rules.py:17 \(ZeroDivisionError: .*zero\); mend it"),
+        ("leaves", r"failed at .*rules.py:18 \(SystemExit: no licence\)"),
+        ("short", "returned 1 scores for 2 responses"),
+        ("nan", r"score 2 of 2 is 'nan', not a finite number \(response 'b'\)"),
+        ("infinite", "score 1 of 2 is '-inf', not a finite number"),
+        ("huge", r"score 2 of 2 is '1e\+300', not a finite number"),
+        ("words", "score 1 of 2 is '1.0', not a finite number"),
+        ("none", "score 1 of 2 is 'None', not a finite number"),
+        ("nothing", "returned NoneType, not a list"),
+        ("lazy", "returned generator, not a list"),
+        ("missing", "has no function 'missing'"),
+        ("number", "has no function 'number'"),
+    ],
+)
+def test_wrong_functions(functions, name, expected):
+    with pytest.raises(UserError, match=expected) as error:
+        FunctionScorer(f"{functions}:{name}")(["a", "bc"], ["abc", "b"])
+    assert str(error.value).startswith(f"function {functions}:{name}: ") and "\n" not in str(error.value)
+
+
+def test_functions_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken.py").write_text("import math\nmath.no_such_thing\n")
+    for name, expected in {
+        "rule": "must have the form module:function",
+        f"{tmp_path}/nowhere.py:rule": "no file .*nowhere.py",
+        "no_such_module:rule": "cannot import no_such_module .*No module named 'no_such_module'",
+        f"{tmp_path}/broken.py:rule": "cannot import .*broken.py .AttributeError",
+        "json:rule": "json has no function 'rule'",
+    }.items():
+        with pytest.raises(UserError, match=expected):
+            FunctionScorer(name)
+
+
+# ------------------------------------------------------------------------------------------------ over HTTP
+
+
+@pytest.fixture(scope="module")
+def bad():
+    with bad_server() as url:
+        yield url
+
+
+def remote(url, *, timeout=5.0, retries=0, batch_size=64):
+    return RemoteScorer(url, timeout=timeout, retries=retries, batch_size=batch_size)
+
+
+PROMPTS, RESPONSES = ["p"] * 5, ["a", "bb", "ccc", "dddd", "eeeee"]
+
+
+def test_batches_are_split(bad):
+    assert remote(bad + "/limited/", batch_size=2)(PROMPTS, RESPONSES) == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="limited/score: the server refuses the request .HTTP 413"):
+        remote(bad + "/limited", batch_size=3)(PROMPTS, RESPONSES)
+
+
+def test_failures_that_pass_are_tried_again(bad):
+    remote(bad + "/well").check_health()
+    assert remote(bad + "/flaky", retries=2)(PROMPTS, RESPONSES) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("failing", r"HTTP 500: out of memory, also after 1 retries in [01] s"),
+        ("slow", r"no answer within 0.2 s, also after 1 retries"),
+        ("hangs-up", r"\(?Remote(end)?Disconnected|ConnectionReset"),
+        ("strict", r"the server refuses the request \(HTTP 400: only English here\)"),
+        ("short", "returned 4 scores for 5 responses"),
+        ("long", "returned 6 scores for 5 responses"),
+        ("nan", r"score 5 of 5 is 'nan', not a finite number \(response 'eeeee'\)"),
+        ("null", "score 5 of 5 is 'None'"),
+        ("text", "score 5 of 5 is '4.2'"),
+        ("nokey", r"the answer has no key 'scores' \(found: rewards\)"),
+        ("list", "the answer is not a JSON object"),
+        ("html", "the answer is not a JSON object .*It works.*is this a reward server"),
+    ],
+)
+def test_bad_answers(bad, how, expected):
+    retries = 1 if how in ("failing", "slow") else 0
+    with pytest.raises(UserError, match=expected) as error:
+        remote(f"{bad}/{how}", timeout=0.2 if how == "slow" else 5.0, retries=retries)(PROMPTS, RESPONSES)
+    assert str(error.value).startswith(f"{bad}/{how}/score: ") and "\n" not in str(error.value)
+
+
+def test_dead_and_sick_servers(bad):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(UserError, match=rf"^http://127.0.0.1:{port}/health: ConnectionRefusedError"):
+        remote(f"http://127.0.0.1:{port}").check_health()
+    with pytest.raises(UserError, match=r"sick/health: HTTP 503"):
+        remote(bad + "/sick").check_health()
+
+
+def test_patience_ends_before_the_other_ranks_do(bad, monkeypatch):
+    monkeypatch.setattr("megarlhf.experience.sources.PATIENCE", 1.0)
+    started = time.monotonic()
+    with pytest.raises(UserError, match="no answer within"):
+        remote(bad + "/slow", retries=5)(PROMPTS, RESPONSES)
+    assert time.monotonic() - started < 2
+
+
+SERVED = """
+import pathlib, time
+calls = pathlib.Path(__file__).with_suffix(".calls")
+def score(prompts, responses):
+    with calls.open("a") as file:
+        file.write(f"{len(responses)}\\n")
+    if "wait" in prompts:
+        time.sleep(1)
+    return [0.5 * len(response) if response != "bad" else float("nan") for response in responses]
+"""
+
+
+def test_the_reference_server(tmp_path):
+    rules = tmp_path / "rules.py"
+    rules.write_text(SERVED)
+    with reward_server(tmp_path, function=f"{rules}:score") as (url, process):
+        remote(url).check_health()
+        assert remote(url, batch_size=2)(PROMPTS, RESPONSES) == [0.5, 1, 1.5, 2, 2.5]
+        assert rules.with_suffix(".calls").read_text() == "2\n2\n1\n"
+
+        # Asked again for what it still computes, it computes once and answers the second time.
+        rules.with_suffix(".calls").unlink()
+        assert remote(url, timeout=0.4, retries=2)(["wait"], ["ab"]) == [1.0]
+        assert rules.with_suffix(".calls").read_text() == "1\n"
+
+        with pytest.raises(UserError, match=r"HTTP 500: function .*rules.py:score: score 2 of 2 is 'nan'"):
+            remote(url)(["p", "p"], ["good", "bad"])
+        assert remote(url)(["p"], ["good"]) == [2.0]  # it goes on
+        for body in (
+            b"{",
+            b"[]",
+            b'{"id": "1", "prompts": ["a"], "responses": []}',
+            b'{"prompts": [], "responses": []}',
+        ):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(f"{url}/score", data=body, timeout=5)
+            assert error.value.code == 400 and "prompts and responses" in json.load(error.value)["error"]
+        with pytest.raises(UserError, match="HTTP 404: there is no /v1/health"):
+            remote(url + "/v1").check_health()
+        process.kill()
+        process.wait()
+        with pytest.raises(UserError, match="ConnectionRefusedError"):
+            remote(url)(["p"], ["good"])
+
+
+def test_the_server_refuses_what_it_cannot_serve(tmp_path, capsys):
+    path = tmp_path / "serve.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"port: {listener.getsockname()[1]}\nfunction: tests.unit.test_scoring:lengths"
+        for content, expected in {
+            taken: "cannot listen on 127.0.0.1",
+            "port: 1": "give either checkpoint or function",
+            "function: no_such_module:score": "cannot import no_such_module",
+            f"checkpoint: {tmp_path}/nowhere": "no such directory",
+        }.items():
+            path.write_text(content)
+            assert cli.main(["serve-reward", "--config", str(path)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert expected in line
+
+
+# ------------------------------------------------------------------------------------------------ before a run starts
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({}, "sources.0. must|exactly one of checkpoint, function and url"),
+        ({"checkpoint": "a", "url": "http://b"}, "exactly one of checkpoint, function and url"),
+        ({"url": "localhost:8000"}, "'localhost:8000' is no address of a server; write it as http://host:port"),
+        ({"url": "http://host:port"}, "is no address of a server"),
+        ({"url": "http://:80"}, "is no address of a server"),
+        ({"url": "ftp://host"}, "is no address of a server"),
+        ({"function": "a:b", "retries": -1}, "retries: must not be negative"),
+    ],
+)
+def test_wrong_sources(source, expected):
+    with pytest.raises(UserError, match=f"^here: sources.0.\\..*({expected})"):
+        configuration.from_dict(ScoringConfig, {"sources": [source]}, "here")
+
+
+def reward_directory(path, architecture, tokenizer_path):
+    """A checkpoint directory as far as `check` looks into it."""
+    (path / "reward").mkdir(parents=True)
+    architecture.save(path / "reward")
+    if tokenizer_path:
+        load_tokenizer(tokenizer_path).save(path / "tokenizer")
+    return str(path)
+
+
+def check(tokenizer, path=None, *, parallel=None, vocab_size=503, response_length=8, **options):
+    source = SourceConfig(checkpoint=path) if path else SourceConfig(url="http://127.0.0.1:9")
+    return scoring.check(
+        ScoringConfig(sources=(source,), **options), tokenizer, parallel or ParallelConfig(),
+        vocab_size=vocab_size, prompt_length=8, response_length=response_length,
+    )  # fmt: skip
+
+
+def test_checks_of_reward_models(tokenizer, tmp_path):
+    good = reward_directory(tmp_path / "good", LLAMA, tokenizer.path)
+    assert check(tokenizer, good) == []
+    assert "came without a tokenizer" in check(tokenizer, reward_directory(tmp_path / "bare", LLAMA, None))[0]
+    save_hf(tmp_path / "hf")
+    other = reward_directory(tmp_path / "other", LLAMA, tmp_path / "hf")
+    with pytest.raises(UserError, match=r"other: token 0 is '<unk>' to the policy but is '<pad>' to the reward model"):
+        check(tokenizer, other)
+    with pytest.raises(UserError, match="vocabulary has 503 entries, the policy's 512"):
+        check(tokenizer, good, vocab_size=512)
+    with pytest.raises(UserError, match="parallel.tensor: 8 does not divide"):
+        check(tokenizer, good, parallel=ParallelConfig(tensor=8))
+    with pytest.raises(UserError, match="nowhere: no such directory"):
+        check(tokenizer, str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="64 positions, but prompts and responses need 72"):
+        check(tokenizer, reward_directory(tmp_path / "gpt2", GPT2, tokenizer.path), response_length=64)
+    (tmp_path / "good" / "reward").rename(tmp_path / "good" / "actor")
+    with pytest.raises(UserError, match="holds no 'reward' model; present: actor"):
+        check(tokenizer, good)
+
+
+def test_a_bigger_vocabulary_with_the_same_tokens_will_do(tokenizer, tmp_path):
+    """Reward models often got a padding token more."""
+    save_hf(tmp_path / "policy")
+    save_hf(tmp_path / "reward", pad="<extra>")
+    policy, reward = load_tokenizer(tmp_path / "policy"), load_tokenizer(tmp_path / "reward")
+    assert reward.vocab_size == policy.vocab_size + 1
+    assert check(policy, reward_directory(tmp_path / "model", LLAMA, tmp_path / "reward")) == []
+    with pytest.raises(UserError, match="is '<extra>' to the policy but does not exist to the reward model"):
+        check(reward, reward_directory(tmp_path / "smaller", LLAMA, tmp_path / "policy"))
+
+
+def test_checks_of_truncation(tokenizer):
+    assert check(tokenizer, truncate_token=".", truncate_after=7) == []
+    with pytest.raises(UserError, match="truncate_after: 8 lies behind the last of 8 response tokens"):
+        check(tokenizer, truncate_token=".", truncate_after=8)
+    with pytest.raises(UserError, match="'never ends' is not one token"):
+        check(tokenizer, truncate_token="never ends")
+
+
+def test_scores_in_float32():
+    assert finite_scores([True, 2, 3.0], ["a"] * 3, source="x") == [1.0, 2.0, 3.0]

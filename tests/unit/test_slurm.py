@@ -1,0 +1,60 @@
+"""A run's bookkeeping of its Slurm job: starts without progress, bounded requeues, the nodes that lack ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarlhf.cluster import slurm
+from megarlhf.cluster.slurm import JobConfig
+from megarlhf.config import UserError
+
+
+@pytest.fixture(autouse=True)
+def job(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME", "MEGARLHF_REQUEUE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_CONF", "/no/such/slurm.conf")
+    return monkeypatch
+
+
+def test_two_attempts_without_progress_are_the_last(job, tmp_path):
+    job.setenv("SLURM_JOB_ID", "71")
+    for step in (0, 0, 4, 4):  # twice from the same step: the first attempt at it brought nothing
+        slurm._count_start(tmp_path / "run", step)
+    with pytest.raises(UserError, match="job 71 made no progress twice: .* began after step 4; "):
+        slurm._count_start(tmp_path / "run", 4)
+    job.setenv("SLURM_JOB_ID", "72")  # submitted anew
+    slurm._count_start(tmp_path / "run", 4)
+    job.delenv("SLURM_JOB_ID")  # nothing to do with Slurm
+    for _ in range(4):
+        slurm._count_start(tmp_path / "other", 0)
+    assert not (tmp_path / "other").exists()
+
+
+def test_requeues_are_bounded_and_asked_for_in_a_file(job, tmp_path):
+    config = JobConfig(max_requeues=2)
+    assert slurm.request_requeue("why", config) == ""  # no batch script that would
+    job.setenv("MEGARLHF_REQUEUE", str(tmp_path / "requeue"))
+    job.setenv("SLURM_RESTART_COUNT", "1")
+    assert slurm.request_requeue("why", config) == "\n  the job is requeued (restart 2 of at most 2)"
+    assert (tmp_path / "requeue").read_text() == "why\n"
+    (tmp_path / "requeue").unlink()
+    job.setenv("SLURM_RESTART_COUNT", "2")
+    assert "not requeued: that was done 2 times" in slurm.request_requeue("why", config)
+    assert not (tmp_path / "requeue").exists()
+
+
+def test_the_end_of_a_job(job):
+    assert slurm.end_of_job() is None
+    job.setenv("SLURM_JOB_ID", "71")
+    assert slurm.end_of_job() is None
+    job.setenv("SLURM_JOB_END_TIME", "1800000000")  # where scontrol does not answer
+    assert slurm.end_of_job() == 1.8e9
+
+
+def test_nodes_with_ranks_missing(job):
+    assert slurm.incomplete_nodes(["node1"]) == ""
+    job.setenv("SLURM_STEP_NODELIST", "node[1-3]")
+    job.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2),1")
+    here = ["node1", "node1", "node2"]
+    assert slurm.incomplete_nodes(here) == "; nodes with ranks missing: node2 (1 of 2), node3 (0 of 1)"

@@ -1,0 +1,78 @@
+"""python -m tools.convert hf2megatron | megatron2hf | nemo2megatron | megatron2megatron | verify | inspect"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarlhf.config import UserError
+
+COMMANDS = {
+    "hf2megatron": "a Hugging Face model directory -> a checkpoint to train from",
+    "megatron2hf": "a model, checkpoint or run -> a directory for transformers",
+    "nemo2megatron": "a .nemo file, or a NeMo 2 checkpoint -> a checkpoint to train from",
+    "megatron2megatron": "a checkpoint of Megatron-LM (iter_*) -> a checkpoint to train from",
+    "verify": "recompute the certificate of a conversion's TARGET",
+    "inspect": "print what a Hugging Face directory or one of ours holds",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description="Checkpoints of other formats and ours."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("source", type=Path, metavar="SOURCE")
+        command.set_defaults(dtype=None, role=None, tokenizer=None, vocab_size=None)
+        if name == "verify":
+            command.add_argument("target", type=Path, metavar="TARGET", help="what a conversion of SOURCE wrote")
+            command.add_argument("--logits", action="store_true", help="also compare log-probs with transformers'")
+        elif name != "inspect":
+            command.add_argument("target", type=Path, metavar="TARGET", help="must not exist, or be empty")
+            command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the source")
+        if name in ("megatron2hf", "inspect"):
+            command.add_argument("--role", help="which model of a checkpoint (default: actor)")
+        if name in ("nemo2megatron", "megatron2megatron", "verify"):
+            command.add_argument("--tokenizer", type=Path, help="directory or .model file, instead of the source's")
+        if name == "megatron2megatron":
+            command.add_argument("--vocab-size", type=int, help="without padding, if the checkpoint does not say")
+    options = parser.parse_args(arguments)
+
+    from tools.convert import convert, inspection  # imports torch, which --help should not wait for
+    from tools.convert.workers import Workers
+
+    workers = None
+    try:
+        workers = Workers()
+        choice = convert.Options(options.dtype, options.role, options.tokenizer, options.vocab_size)
+        if options.command == "inspect":
+            text = inspection.inspect(options.source, options.role or "actor")
+        elif options.command == "verify":
+            text = convert.verify(options.source, options.target, choice, workers)
+            if options.logits and workers.rank == 0:
+                from tools.convert import logits
+
+                text += "\n" + logits.compare(options.source, options.target)
+        else:
+            text = str(convert.COMMANDS[options.command](options.source, options.target, choice, workers))
+        if workers.rank == 0:
+            print(text)
+    except (UserError, OSError) as error:
+        if workers is None or workers.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        if workers is None or workers.size == 1:
+            raise
+        traceback.print_exc()
+        workers.abort()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

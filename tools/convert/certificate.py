@@ -1,0 +1,73 @@
+"""certificate.json beside a conversion's output: what was read and what was written, tensor by tensor.
+
+It has no times and no paths, so the same conversion gives the same certificate on one process and on many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.config import UserError
+from tools.convert import huggingface
+from tools.convert.storage import Spec
+
+FILE = "certificate.json"
+VERSION = 1
+
+Hashes = dict[str, str]  # tensor name -> SHA-256 of its bytes in row-major order
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())).hexdigest()
+
+
+def union(parts: Iterable[Hashes], names: Iterable[str], verb: str) -> Hashes:
+    """The hashes that all processes found, in the order of `names`; every name must have come exactly once."""
+    out: Hashes = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in out:
+                raise UserError(f"tensor '{name}' was {verb} twice; this is an error of the converter")
+            out[name] = value
+    wanted = list(names)
+    for name in [*(set(wanted) - out.keys()), *(out.keys() - set(wanted))]:
+        raise UserError(f"tensor '{name}' was not {verb} exactly once; this is an error of the converter")
+    return {name: out[name] for name in wanted}
+
+
+def entries(specs: dict[str, Spec], hashes: Hashes) -> dict[str, Any]:
+    return {
+        name: {"dtype": str(specs[name].dtype)[6:], "shape": list(specs[name].shape), "sha256": value}
+        for name, value in hashes.items()
+    }
+
+
+def load(directory: Path) -> dict[str, Any]:
+    path = directory / FILE
+    if not path.is_file():
+        raise UserError(f"{directory}: has no {FILE}; give the target of a conversion")
+    certificate = huggingface.read_json(path)
+    if certificate.get("version") != VERSION or not {"command", "source", "target"} <= certificate.keys():
+        raise UserError(f"{path}: not a certificate of this converter; convert again")
+    return certificate
+
+
+def compare(what: str, where: str, certified: dict[str, Any], found: dict[str, Any]) -> None:
+    """UserError with the first tensor in which `found` is not what was `certified`."""
+    for name in [*certified, *(found.keys() - certified.keys())]:
+        if name not in found:
+            raise UserError(f"{where}: {what} tensor '{name}' is in the certificate but not in the files")
+        if name not in certified:
+            raise UserError(f"{where}: {what} tensor '{name}' is not in the certificate")
+        for key, value in certified[name].items():
+            if found[name][key] != value:
+                raise UserError(
+                    f"{where}: {what} tensor '{name}' has {key} {found[name][key]}, certified was {value}; "
+                    "the files were changed after the conversion, convert again"
+                )

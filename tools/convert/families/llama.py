@@ -1,0 +1,128 @@
+"""Llama 1, 2, 3, 3.1, 3.2: RoPE, RMSNorm, gated MLP, grouped-query attention, tied or untied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megarlhf.models.spec import Architecture, RopeScaling
+from tools.convert.mapping import GATE_UP, Family, Row, qkv, require
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def from_config(config: dict[str, Any]) -> dict[str, Any]:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"hidden_act: '{activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
+    bias = config.get("attention_bias", False)
+    if bias != config.get("mlp_bias", False):
+        raise ValueError(
+            f"attention_bias: {bias} while mlp_bias is {not bias} has no counterpart in Megatron, where the linear "
+            "layers have biases all or none"
+        )
+    head_dim = config.get("head_dim")
+    heads = config["num_attention_heads"]
+    return dict(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config.get("max_position_embeddings", 2048),
+        head_dim=None if head_dim is None or head_dim * heads == config["hidden_size"] else head_dim,
+        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[activation],
+        linear_bias=bias,
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        init_std=config.get("initializer_range", 0.02),
+        **_rope_from(config),
+    )
+
+
+def to_config(architecture: Architecture) -> dict[str, Any]:
+    scaling = architecture.rope_scaling
+    scaling = None if scaling is None else {"rope_type": "llama3", **dataclasses.asdict(scaling)}
+    return dict(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_key_value_heads=architecture.num_query_groups,
+        vocab_size=architecture.vocab_size,
+        max_position_embeddings=architecture.max_position_embeddings,
+        head_dim=architecture.kv_channels,
+        rms_norm_eps=architecture.norm_epsilon,
+        hidden_act="gelu_pytorch_tanh" if architecture.activation == "gelu_tanh" else architecture.activation,
+        attention_bias=architecture.linear_bias,
+        mlp_bias=architecture.linear_bias,
+        tie_word_embeddings=architecture.tie_embeddings,
+        initializer_range=architecture.init_std,
+        # transformers 4 reads the first two, transformers 5 the third
+        rope_theta=architecture.rotary_base,
+        rope_scaling=scaling,
+        rope_parameters={**(scaling or {"rope_type": "default"}), "rope_theta": architecture.rotary_base},
+    )
+
+
+def _rope_from(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling` (whose type was once `type`)."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = dict(config.get(key) or {})
+    rotary = dict(rotary_base=rope.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    require({**config, **rope}, {"partial_rotary_factor": 1.0})
+    rope.pop("partial_rotary_factor", None)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind == "default":
+        return rotary
+    known = [field.name for field in dataclasses.fields(RopeScaling)]
+    if kind != "llama3":
+        raise ValueError(f"{key}: rope_type '{kind}' has no counterpart in megarlhf; only default and llama3 convert")
+    if sorted(rope) != sorted(known):
+        raise ValueError(f"{key}: rope_type llama3 needs exactly {', '.join(known)}, not {', '.join(rope) or 'none'}")
+    return {**rotary, "rope_scaling": rope}
+
+
+def rows(architecture: Architecture) -> list[Row]:
+    merge = qkv(architecture)
+    block, layer = "model.layers.{i}", "decoder.layers.{i}"
+    table = [
+        Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight"),
+        Row(("model.norm.weight",), "decoder.final_layernorm.weight"),
+        Row((f"{block}.input_layernorm.weight",), f"{layer}.self_attention.linear_qkv.layer_norm_weight"),
+        Row((f"{block}.post_attention_layernorm.weight",), f"{layer}.mlp.linear_fc1.layer_norm_weight"),
+    ]
+    if architecture.qkv_bias and not architecture.linear_bias:
+        biases = tuple(f"{block}.self_attn.{name}_proj.bias" for name in "qkv")
+        table.append(Row(biases, f"{layer}.self_attention.linear_qkv.bias", merge))
+    for kind in ("weight", "bias") if architecture.linear_bias else ("weight",):
+        q, k, v, o = (f"{block}.self_attn.{name}_proj.{kind}" for name in "qkvo")
+        gate, up, down = (f"{block}.mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
+        table += [
+            Row((q, k, v), f"{layer}.self_attention.linear_qkv.{kind}", merge),
+            Row((o,), f"{layer}.self_attention.linear_proj.{kind}"),
+            Row((gate, up), f"{layer}.mlp.linear_fc1.{kind}", GATE_UP),
+            Row((down,), f"{layer}.mlp.linear_fc2.{kind}"),
+        ]
+    if not architecture.tie_embeddings:
+        table.append(Row(("lm_head.weight",), "output_layer.weight"))
+    return table
+
+
+FAMILY = Family(
+    name="llama",
+    from_config=from_config,
+    to_config=to_config,
+    rows=rows,
+    prefix="model.",
+    buffers=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+)

@@ -1,0 +1,31 @@
+"""Mistral: Llama's layers without biases. Sliding windows, of the first version alone, are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarlhf.models.spec import Architecture
+from tools.convert.families import llama
+from tools.convert.mapping import Family, require
+
+
+def from_config(config: dict[str, Any]) -> dict[str, Any]:
+    window = config.get("sliding_window", 4096)  # null where there is none; transformers' default is 4096
+    length = config.get("max_position_embeddings", 4096 * 32)
+    if window is not None and window < length:
+        raise ValueError(
+            f"sliding_window: {window} has no counterpart in megarlhf; set max_position_embeddings, now {length}, to "
+            "at most as many tokens, up to which attention is the same"
+        )
+    require(config, {"attention_bias": False, "mlp_bias": False})
+    return {**llama.from_config(config), "max_position_embeddings": length}
+
+
+def to_config(architecture: Architecture) -> dict[str, Any]:
+    config = llama.to_config(architecture)
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    return {**config, "architectures": ["MistralForCausalLM"], "sliding_window": None}
+
+
+FAMILY = Family("mistral", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers)

@@ -1,0 +1,27 @@
+"""Qwen 2 and 2.5: Llama's layers with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarlhf.models.spec import Architecture
+from tools.convert.families import llama
+from tools.convert.mapping import Family, require
+
+
+def from_config(config: dict[str, Any]) -> dict[str, Any]:
+    require(config, {"use_sliding_window": False})
+    length = config.get("max_position_embeddings", 32768)
+    return {**llama.from_config(config), "qkv_bias": True, "max_position_embeddings": length}
+
+
+def to_config(architecture: Architecture) -> dict[str, Any]:
+    config = llama.to_config(architecture)
+    for key in ("attention_bias", "mlp_bias"):
+        del config[key]
+    # Qwen 2 of transformers has no head_dim of its own, so hidden_size / num_attention_heads must be it.
+    del config["head_dim"]
+    return {**config, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+
+
+FAMILY = Family("qwen2", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers)

@@ -1,0 +1,91 @@
+"""What a family's table is made of: rows that work in both directions.
+
+Legend: h hidden size, f feed-forward size, d head size, ng query groups, r heads per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.models.spec import Architecture
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two functions that undo each other. They only rearrange, so on the meta device they tell shapes."""
+
+    to_ours: Callable[[Sequence[Tensor]], Tensor]
+    to_theirs: Callable[[Tensor], Sequence[Tensor]]
+
+
+COPY = Pair(lambda tensors: tensors[0], lambda tensor: [tensor])
+
+# Megatron keeps both halves of a gated MLP in one matrix: act(gate) * up with [gate; up] of shape [2f, h].
+GATE_UP = Pair(torch.cat, lambda tensor: tensor.chunk(2))
+
+
+def qkv(architecture: Architecture) -> Pair:
+    """q, k, v as three tensors <-> Megatron's rows, group by group: r query heads, their key, their value."""
+    groups, d = architecture.num_query_groups, architecture.kv_channels
+    sizes = [architecture.num_attention_heads // groups * d, d, d]
+
+    def merge(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
+
+    def split(tensor: Tensor) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)]
+
+    return Pair(merge, split)
+
+
+def stacked(pair: Pair) -> Pair:
+    """For three tensors of equal size that the other side keeps as one, [q; k; v]."""
+    return Pair(
+        lambda tensors: pair.to_ours(tensors[0].chunk(3)), lambda tensor: [torch.cat(list(pair.to_theirs(tensor)))]
+    )
+
+
+def transposed(pair: Pair) -> Pair:
+    """For weights that the other side keeps as [in, out] (GPT-2's Conv1D)."""
+    return Pair(
+        lambda tensors: pair.to_ours([tensor.t() for tensor in tensors]),
+        lambda tensor: [part.t() for part in pair.to_theirs(tensor)],
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors of theirs that make one of ours. `{i}` in the names stands for every layer."""
+
+    theirs: tuple[str, ...]
+    ours: str
+    pair: Pair = COPY
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Hugging Face model family, both ways. Its name is the exact `model_type`.
+
+    `from_config` gives Architecture's fields for a config.json and raises ValueError("key: what; remedy") for anything
+    that Architecture cannot express; `to_config` is its inverse. `registry` adds the file's name and checks that.
+    """
+
+    name: str
+    from_config: Callable[[dict[str, Any]], dict[str, Any]]
+    to_config: Callable[[Architecture], dict[str, Any]]
+    rows: Callable[[Architecture], list[Row]]
+    prefix: str  # what files of the bare model (AutoModel, the oldest checkpoints) lack in front of their names
+    buffers: tuple[str, ...]  # regular expressions of tensors that are no weights
+    head: str = "lm_head.weight"  # the output layer
+
+
+def require(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse what would make it another network; absent keys have the expected value in transformers too."""
+    for key, value in expected.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key}: {config[key]} has no counterpart in megarlhf; only {value} can be converted")

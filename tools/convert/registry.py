@@ -1,0 +1,152 @@
+"""The families that convert, and what follows from their tables: architectures, shapes on both sides, steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf import config as configuration
+from megarlhf.config import UserError
+from megarlhf.models import shapes as layout
+from megarlhf.models.shapes import Shape
+from megarlhf.models.spec import Architecture
+from tools.convert.families import gpt2, llama, mistral, qwen2
+from tools.convert.mapping import Family, Row
+
+# A scalar head's tensors beside its weight, with what they are where the source has none (megarlhf/models/heads.py).
+CONSTANTS = {"value_head.bias": 0.0, "value_head.reward_gain": 1.0, "value_head.reward_bias": 0.0}
+SCORE = "score.weight"
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, gpt2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Read `inputs`, convert, write `outputs`: the unit in which checkpoints stream."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    convert: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def family(name: str, where: str) -> Family:
+    if name not in FAMILIES:
+        raise UserError(f"{where}: model family '{name}' is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
+
+
+def read_config(config: dict[str, Any], where: str) -> Architecture:
+    """The architecture that a Hugging Face config.json describes; UserError for what we could not run exactly."""
+    kind = family(str(config.get("model_type")), where)
+    try:
+        fields = kind.from_config(config)
+    except KeyError as error:
+        raise UserError(f"{where}: {error} is missing, and a model of type '{kind.name}' needs it")
+    except (ValueError, TypeError) as error:  # TypeError: a number where a word should be, and the like
+        raise UserError(f"{where}: {error}")
+    return configuration.from_dict(Architecture, {"family": kind.name, **fields}, where)
+
+
+def write_config(architecture: Architecture, where: str) -> dict[str, Any]:
+    """The part of a Hugging Face config.json that `architecture` determines; UserError if the family cannot say it."""
+    kind = family(architecture.family, where)
+    config = {"model_type": kind.name, **kind.to_config(architecture)}
+    said = _normal(read_config(config, where))
+    for key, value in _normal(architecture).items():
+        if said[key] != value:
+            raise UserError(
+                f"{where}: a Hugging Face '{kind.name}' model has {key} {said[key]} and cannot have {value}"
+            )
+    return config
+
+
+def _normal(architecture: Architecture) -> dict[str, Any]:
+    """Fields with the defaults filled in that depend on other fields."""
+    fields = dict(head_dim=architecture.kv_channels, qkv_bias=architecture.qkv_bias or architecture.linear_bias)
+    return configuration.to_dict(dataclasses.replace(architecture, **fields))
+
+
+def expand(architecture: Architecture) -> list[Row]:
+    """The family's table with `{i}` written out: first the rows outside the layers, then layer by layer."""
+    table = FAMILIES[architecture.family].rows(architecture)
+    rows = [row for row in table if "{i}" not in row.ours]
+    for i in range(architecture.num_layers):
+        for row in table:
+            if "{i}" in row.ours:
+                theirs = tuple(name.replace("{i}", str(i)) for name in row.theirs)
+                rows.append(Row(theirs, row.ours.replace("{i}", str(i)), row.pair))
+    assert sorted(row.ours for row in rows) == sorted(layout.shapes(architecture))
+    return rows
+
+
+def our_shapes(architecture: Architecture, scalar: bool = False) -> dict[str, Shape]:
+    """The shape of every weight of ours; with `scalar` of the model that has a scalar head instead of the output
+    layer."""
+    ours = layout.shapes(architecture)
+    if scalar:
+        ours.pop("output_layer.weight", None)
+        ours |= {"value_head.weight": (1, architecture.hidden_size), **{name: (1,) for name in CONSTANTS}}
+    return ours
+
+
+def their_shapes(architecture: Architecture, scalar: bool = False) -> dict[str, Shape]:
+    """The shape of every weight of theirs; they follow from ours through the table."""
+    ours = layout.shapes(architecture)
+    theirs: dict[str, Shape] = {}
+    for row in _rows(architecture, scalar):
+        parts = row.pair.to_theirs(torch.empty(ours[row.ours], device="meta"))
+        for name, part in zip(row.theirs, parts, strict=True):
+            assert name not in theirs, name
+            theirs[name] = tuple(part.shape)
+    return theirs | ({SCORE: (1, architecture.hidden_size)} if scalar else {})
+
+
+def steps_to_ours(architecture: Architecture, scalar: bool = False, offset: float = 0.0) -> list[Step]:
+    steps = [
+        Step(row.theirs, (row.ours,), lambda tensors, pair=row.pair: [pair.to_ours(tensors)])
+        for row in _rows(architecture, scalar)
+    ]
+    if scalar:
+        steps.append(Step((SCORE,), ("value_head.weight",), lambda tensors: tensors))
+        steps += [constant(name, offset if name == "value_head.bias" else CONSTANTS[name]) for name in CONSTANTS]
+    return steps
+
+
+def steps_to_theirs(architecture: Architecture, scalar: bool = False) -> list[Step]:
+    steps = [
+        Step((row.ours,), row.theirs, lambda tensors, pair=row.pair: pair.to_theirs(tensors[0]))
+        for row in _rows(architecture, scalar)
+    ]
+    if scalar:
+
+        def fold(tensors: Sequence[Tensor]) -> list[Tensor]:
+            weight, _, gain, _ = tensors
+            if weight.is_meta or gain.item() == 1:  # the shape alone is asked for; or the bits stay
+                return [weight]
+            return [weight.float() * gain.float()]
+
+        steps.append(Step(("value_head.weight", *CONSTANTS), (SCORE,), fold))
+    return steps
+
+
+def constant(name: str, value: float) -> Step:
+    return Step((), (name,), lambda _: [torch.full((1,), value)])
+
+
+def _rows(architecture: Architecture, scalar: bool) -> list[Row]:
+    return [row for row in expand(architecture) if not (scalar and row.ours == "output_layer.weight")]
+
+
+def choose_family(architecture: Architecture) -> Architecture:
+    """With the family whose table can say it; Megatron's own files name none. Without one it trains all the same."""
+    for name in FAMILIES:
+        candidate = dataclasses.replace(architecture, family=name)
+        try:
+            write_config(candidate, "")
+        except (UserError, AttributeError, KeyError):
+            continue
+        return candidate
+    return architecture

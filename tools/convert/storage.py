@@ -1,0 +1,82 @@
+"""What the readers and writers of all formats share.
+
+A reader has `specs`, the tensors by name, and `read(name)`. A writer is made from the specs of all tensors. Several
+processes can write together, each with a writer of its own: tensors of one `unit` must come from one process, in order;
+at the end each one calls `close`, and one of them `finish` with what all the calls of `close` returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from megarlhf.config import UserError
+from megarlhf.models.shapes import Shape
+
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its values."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def reserve(file: BinaryIO, nbytes: int) -> None:
+    """Take the disk space of a file at once: writing is faster on the file systems that can, and a full disk shows at
+    the start."""
+    if nbytes:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
+class Reader(Protocol):
+    specs: dict[str, Spec]
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class Writer(Protocol):
+    def unit(self, name: str) -> Hashable: ...
+    def write(self, name: str, tensor: Tensor) -> None: ...
+    def close(self) -> Any: ...
+    def finish(self, written: list[Any]) -> None: ...
+
+
+@contextlib.contextmanager
+def completed(target: Path) -> Iterator[Path]:
+    """A directory to write in that gets the name `target` once the body succeeds and every file is on the disk."""
+    target = target.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: exists already; choose another target or remove it")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

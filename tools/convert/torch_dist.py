@@ -1,0 +1,244 @@
+"""megatron-core's "torch_dist" checkpoints, without megatron and without process groups.
+
+They are torch.distributed.checkpoint (DCP) directories: `.metadata` is a pickled index, `__*.distcp` hold every chunk
+as a torch.save blob. Megatron stacks the layers of a model: `decoder.layers.3.mlp.linear_fc2.weight` is slice 3 of the
+key `decoder.layers.mlp.linear_fc2.weight`. Reader and Writer speak per-layer names, the directories stacked keys.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private, but what `.metadata` of every DCP holds
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megarlhf.config import UserError
+from megarlhf.models.shapes import VOCABULARY
+from tools.convert.storage import Spec, reserve
+
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+          "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+FILE_BYTES = 1_000_000_000  # the unit that a process writes when several convert together
+# What training keeps in the same files beside the weights.
+STATE = re.compile(r"optimizer|chained_|rng_state|rerun_state|.*_extra_state")
+EMBEDDING = "embedding.word_embeddings.weight"
+LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..+)")
+# What the pickle of `.metadata` may name.
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
+                                             "BytesIOWriteData"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values()
+                        if isinstance(dtype, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+def stored_as(name: str) -> tuple[str, int | None]:
+    """(key, layer) of a per-layer name; layer is None outside the layers."""
+    match = LAYER.fullmatch(name)
+    return (match[1] + match[3], int(match[2])) if match else (name, None)
+
+
+class Reader:
+    """The weights of a torch_dist directory, by per-layer name, read one at a time."""
+
+    def __init__(self, directory: Path, vocab_size: int | None):
+        self.directory = directory
+        self._metadata = read_metadata(directory)
+        self.stored = {key: Spec(tuple(entry.size), entry.properties.dtype)
+                       for key, entry in self._metadata.state_dict_metadata.items()
+                       if isinstance(entry, TensorStorageMetadata)}  # fmt: skip
+        self.specs: dict[str, Spec] = {}
+        self.ignored: list[str] = []
+        self._places: dict[str, tuple[str, int | None]] = {}  # name -> key, slice
+        # NeMo 1 puts "model." in front of its keys, NeMo 2 "module."
+        prefix = next((key.removesuffix(EMBEDDING) for key in self.stored
+                       if key.endswith(EMBEDDING) and not STATE.match(key)), "")  # fmt: skip
+        for key, spec in self.stored.items():
+            if STATE.match(key) or key.endswith("rotary_pos_emb.inv_freq"):
+                self.ignored.append(key)
+                continue
+            name = re.sub(r"^rm_head\.", "value_head.", key.removeprefix(prefix))  # NeMo-Aligner's reward models
+            if name.startswith("decoder.layers.") and not LAYER.fullmatch(name):
+                rest = name.removeprefix("decoder.layers")
+                for i in range(spec.shape[0]):
+                    self.specs[f"decoder.layers.{i}{rest}"] = Spec(spec.shape[1:], spec.dtype)
+                    self._places[f"decoder.layers.{i}{rest}"] = (key, i)
+                continue
+            if name in VOCABULARY and vocab_size is not None and spec.shape[0] > vocab_size:
+                spec = Spec((vocab_size, *spec.shape[1:]), spec.dtype)
+            self.specs[name] = spec
+            self._places[name] = (key, None)
+        self._check_files()
+
+    def read(self, name: str) -> Tensor:
+        spec = self.specs[name]
+        key, layer = self._places[name]
+        offsets, sizes = (0,) * len(spec.shape), spec.shape
+        if layer is not None:
+            offsets, sizes = (layer, *offsets), (1, *sizes)
+        tensor = torch.empty(sizes, dtype=spec.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], [wanted])
+        if sum(item.lengths.numel() for item in items) != spec.numel:
+            raise UserError(f"{self.directory}: parts of tensor '{name}' are missing; the checkpoint is incomplete")
+        reader = FileSystemReader(self.directory)
+        reader.set_up_storage_reader(self._metadata, True)
+        try:
+            reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise UserError(
+                f"{self.directory}: tensor '{name}' is damaged ({str(error).splitlines()[0]}); copy it again"
+            )
+        return tensor.view(spec.shape)
+
+    def _check_files(self) -> None:
+        sizes: dict[str, int] = {}
+        for index, info in self._metadata.storage_data.items():
+            file = self.directory / info.relative_path
+            if file.parent != self.directory:
+                raise UserError(f"{self.directory}: '.metadata' points outside the directory, to {info.relative_path}")
+            if file.name not in sizes:
+                sizes[file.name] = file.stat().st_size if file.is_file() else 0
+            if info.offset + info.length > sizes[file.name]:
+                raise UserError(
+                    f"{file}: {'ends within' if file.is_file() else 'is missing; it holds'} '{index.fqn}'; "
+                    "copy the checkpoint again"
+                )
+
+
+class Writer:
+    """Writes `specs` as a torch_dist directory with files of about FILE_BYTES. Which tensor stands in which file
+    follows from the specs; within a file the order of the calls counts, so one process writes all of it, in order."""
+
+    def __init__(self, directory: Path, specs: dict[str, Spec]):
+        self.directory = directory
+        self._specs = specs
+        self._file: BinaryIO | None = None
+        self._units: dict[str, int] = {}
+        self._written: dict[str, tuple[int, int]] = {}  # offset and length in the file
+        self._entries: dict[str, TensorStorageMetadata] = {}
+        layers: dict[str, int] = {}
+        for name in specs:
+            key, layer = stored_as(name)
+            if layer is not None:
+                layers[key] = max(layers.get(key, 0), layer + 1)
+        unit, size = 0, 0
+        for name, spec in specs.items():
+            if size >= FILE_BYTES:
+                unit, size = unit + 1, 0
+            self._units[name] = unit
+            size += spec.nbytes
+            key, layer = stored_as(name)
+            shape = spec.shape if layer is None else (layers[key], *spec.shape)
+            entry = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(shape), [])
+            if self._entries.setdefault(key, entry).properties.dtype != spec.dtype:
+                raise UserError(f"the layers of '{key}' have different dtypes in the source; choose one with --dtype")
+
+    def unit(self, name: str) -> int:
+        return self._units[name]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        spec = self._specs[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype) and name not in self._written, name
+        if stored_as(name)[1] is not None:
+            tensor = tensor[None]
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes the whole storage of a view
+        path = self.directory / f"__0_{self._units[name]}.distcp"
+        if self._file is None or self._file.name != str(path):
+            self.close()
+            self._file = open(path, "wb")  # noqa: SIM115 (kept open for the tensors that follow)
+            unit = self._units[name]
+            reserve(self._file, sum(self._specs[other].nbytes for other in self._specs if self._units[other] == unit))
+        start = self._file.tell()
+        torch.save(tensor, self._file)
+        self._written[name] = (start, self._file.tell() - start)
+
+    def close(self) -> dict[str, tuple[int, int]]:
+        """End the open file; what this process wrote, for `finish`."""
+        if self._file is not None:
+            self._file.truncate()
+            self._file.close()
+            self._file = None
+        return self._written
+
+    def finish(self, written: list[dict[str, tuple[int, int]]]) -> None:
+        """Complete the directory from what all processes wrote."""
+        places = {name: place for part in written for name, place in part.items()}
+        assert places.keys() == self._specs.keys(), self._specs.keys() - places.keys()
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for name, spec in self._specs.items():
+            key, layer = stored_as(name)
+            offsets, shape = (0,) * len(spec.shape), spec.shape
+            if layer is not None:
+                offsets, shape = (layer, *offsets), (1, *shape)
+            self._entries[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+            storage[MetadataIndex(key, torch.Size(offsets))] = _StorageInfo(
+                f"__0_{self._units[name]}.distcp", *places[name]
+            )
+        torch.save({}, self.directory / "common.pt")
+        (self.directory / "metadata.json").write_text(json.dumps(FORMAT))
+        (self.directory / ".metadata").write_bytes(pickle.dumps(Metadata(self._entries, storage_data=storage)))
+
+
+class _Into(DefaultLoadPlanner):
+    """Loads read items into one tensor."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__()
+        self.tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        out = self.tensor
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            out = out.narrow(dim, offset, length)
+        return out
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """`.metadata`, unpickled with nothing allowed but what DCP puts there: a pickle can run any code it names."""
+    path = directory / ".metadata"
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); is {directory} a complete checkpoint?")
+    except UserError as error:
+        raise UserError(f"{path}: {error}")
+    except Exception as error:  # a broken pickle raises nearly anything
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); copy the checkpoint again")
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{path}: holds a {type(metadata).__name__} instead of checkpoint metadata")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise UserError(f"refused, as it asks for {module}.{name}, which checkpoint metadata never needs")
+        return super().find_class(module, name)
