@@ -73,6 +73,7 @@ class Signals(Rows):
     logprobs: Tensor  # (B, R) float32, of the policy that sampled them
     ref_logprobs: Tensor  # (B, R) float32
     values: Tensor  # (B, R) float32: column j is of the state before token P + j
+    kl: Tensor | None = None  # (B, R) float32: the exact KL of each token's distribution, where it is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,13 @@ class Comparisons(Sequences):
 
     ranks: Tensor  # (B,) int64: 0 is the best; equal ranks were not told apart
     margins: Tensor  # (B,) float32: by how much a pair's scores should differ at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Sequences):
+    """What a policy reads to be compared with a reference that has read it."""
+
+    ref_states: Tensor  # (B, R, H): the reference's last hidden states, from which it predicts the response
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarlhf.algorithms.masked import last_valid
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3"]  # of sampled tokens
 ScorePosition = Literal["last", "last_valid"]
 
 
@@ -26,7 +26,8 @@ class KLConfig:
     controller: Literal["fixed", "adaptive"] = "fixed"  # [adaptive]
     target: float = 6.0  # [6] adaptive: nats a response
     horizon: int = 10_000  # [10000] adaptive: responses; the larger, the slower
-    estimator: Estimator = "k1"  # [k1] of the penalty per token
+    # [k1] of the penalty per token; exact: over the whole vocabulary, at the cost of two more head GEMMs a step
+    estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
 
     def __post_init__(self):
         if self.coef < 0:

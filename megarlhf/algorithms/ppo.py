@@ -64,7 +64,7 @@ def make_experience(
     """Credit: rewards from scores and KL penalty (P8), advantages and returns by GAE (P6), of the whole batch and not
     whitened: see `whiten_minibatch`. Pure; every row for itself, so any share of a batch will do."""
     mask = rollout.mask
-    kl = kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
+    kl = token_kl(signals, config)
     rewards = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=config.score_position)
     advantages, returns = gae(rewards, signals.values, mask, gamma=config.gamma, lam=config.lam)
     return Experience(
@@ -78,6 +78,13 @@ def make_experience(
         advantages=advantages,
         returns=returns,
     )
+
+
+def token_kl(signals: Signals, config: PPOConfig) -> Tensor:
+    """(B, R): what the penalty takes for the KL of each token's distribution."""
+    if config.kl.estimator == "exact":
+        return signals.kl
+    return kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
 
 
 def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.ProcessGroup | None = None) -> Experience:
@@ -170,9 +177,10 @@ def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: fl
     mask = rollout.mask
     count = torch.ones_like(scores.scores).sum()
     kl = kl_estimate(signals.logprobs, signals.ref_logprobs)
-    penalty = kl_coef * kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
-    score, non_score = scores.scores.sum(), -masked_sum(penalty, mask)
+    score, non_score = scores.scores.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
+    exact = {} if signals.kl is None else {"objective/kl_exact": (masked_sum(signals.kl, mask), count)}
     return {
+        **exact,
         "objective/kl": (masked_sum(kl, mask), count),
         "objective/entropy": (-masked_sum(signals.logprobs, mask), count),
         "objective/scores": (score, count),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.batch import Experience, Rollout, Signals
+from megarlhf.batch import Compared, Experience, Rollout, Signals
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 
@@ -23,16 +23,28 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    rollout: Rollout, *, actor: Engine, reference: Engine, critic: Engine | None, temperature: float
+    rollout: Rollout, *, actor: Engine, reference: Engine, critic: Engine | None, temperature: float, exact_kl: bool
 ) -> Signals:
     """Log-probs at the sampling temperature (detail P1) of the policy and the reference, and values, of the sampled
     tokens; the policy, the reference and the critic see the untruncated response. `critic` None: the actor's own head
-    gives the values. Collective."""
-    outputs = actor.forward(rollout, temperature=temperature)
-    values = outputs["values"] if critic is None else critic.forward(rollout)["values"]
+    gives the values. `exact_kl` takes a second head pass, and room for the reference's hidden states, (B, R, H), on
+    every stage. Collective."""
+    batch, options = rollout, {}
     with resident(reference):
-        ref_logprobs = reference.forward(rollout, temperature=temperature)["logprobs"]
-    return Signals(logprobs=outputs["logprobs"], ref_logprobs=ref_logprobs, values=values.masked_fill(~rollout.mask, 0))
+        others = reference.forward(rollout, temperature=temperature, with_states=exact_kl)
+        if exact_kl:
+            batch = Compared(tokens=rollout.tokens, mask=rollout.mask, segments=rollout.segments,
+                             prompt_len=rollout.prompt_len, ref_states=others["states"])  # fmt: skip
+            if actor.topology.last_stage:
+                options["ref_weight"] = reference.modules[-1].head_weight()
+        outputs = actor.forward(batch, temperature=temperature, **options)
+    values = outputs["values"] if critic is None else critic.forward(rollout)["values"]
+    return Signals(
+        logprobs=outputs["logprobs"],
+        ref_logprobs=others["logprobs"],
+        values=values.masked_fill(~rollout.mask, 0),
+        kl=outputs.get("kl"),
+    )
 
 
 def keep_on_host(engine: Engine) -> None:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megarlhf.kernels.shard import Head, LogprobOutput, gather, grad_scalars, merge, shaped, tp_size, write_logprob_grad
+from megarlhf.kernels.vocab_parallel import policy_ref_kl
 
 # Of one chunk's logits. The weight's gradient is read and written once a chunk, so that small chunks are slow.
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
@@ -89,6 +90,40 @@ def linear_logprobs(
     return LogprobOutput(
         shaped(logp, labels, ignore_index), shaped(entropy, labels, ignore_index), lse.view(labels.shape)
     )
+
+
+@torch.no_grad()
+def linear_policy_ref_kl(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    ref_hidden: Tensor,
+    ref_weight_shard: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    chunk_rows: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The exact KL(policy || ref) of `policy_ref_kl` for the logits hidden @ weight^T of two heads, without the logits:
+    a chunk of both exists at a time. hidden and ref_hidden: (N, H) rows, the same on all TP ranks; labels: (N,) global
+    ids. Returns (N,) nats, float32; no gradients. The rest as in `linear_logprobs`.
+    """
+    x, w = _operand(hidden), _operand(weight_shard)
+    ref_x, ref_w = _operand(ref_hidden), _operand(ref_weight_shard)
+    rows = chunk_rows or _default_chunk(weight_shard)
+    room, ref_room = (
+        a.new_empty(min(rows, len(a)), len(b), dtype=_accumulator(a)) for a, b in ((x, w), (ref_x, ref_w))
+    )
+    kl = torch.empty(len(x), dtype=_accumulator(x), device=x.device)
+    for start in range(0, len(x), rows):
+        chunk = slice(start, start + rows)
+        kl[chunk] = policy_ref_kl(
+            _project(x[chunk], w, room), _project(ref_x[chunk], ref_w, ref_room), labels[chunk],
+            temperature=temperature, vocab_size=vocab_size, tp_group=tp_group, backend=backend,
+        ).kl  # fmt: skip
+    return kl
 
 
 class _Call:

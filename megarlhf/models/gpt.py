@@ -74,10 +74,14 @@ class GPT(GPTModel):
         temperature: float = 1.0,
         with_entropy: bool = False,
         logits_at: int | None = None,
+        with_states: bool = False,
+        ref_weight: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Hidden states [S, B, H] for the next stage (its sequence shard under sequence parallelism); on the last stage
         the head's outputs by name, each (B, R) in fp32. Options are for the log-prob head; with `logits_at` its output
-        is {"logits": (B, V')} instead, this rank's columns of the logits at that column of the sequences."""
+        is {"logits": (B, V')} instead, this rank's columns of the logits at that column of the sequences. `with_states`
+        adds "states", (B, R, H), from which the response is predicted; `ref_weight`, the head's weight of the reference
+        whose states the sequences carry (`Compared`), adds "kl"."""
         tokens, segments = sequences.tokens, sequences.segments
         hidden = None  # set_input_tensor gave the decoder the previous stage's
         if self.pre_process:
@@ -105,6 +109,17 @@ class GPT(GPTModel):
                 vocab_size=self.architecture.vocab_size,
                 temperature=temperature,
                 with_entropy=with_entropy,
+            )
+        if with_states:
+            outputs["states"] = self.output_layer.states(hidden, sequences)
+        if ref_weight is not None:
+            outputs["kl"] = self.output_layer.kl(
+                hidden,
+                sequences,
+                weight=self.head_weight(),
+                ref_weight=ref_weight,
+                vocab_size=self.architecture.vocab_size,
+                temperature=temperature,
             )
         return outputs
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megarlhf import kernels
-from megarlhf.batch import Sequences
+from megarlhf.batch import Compared, Sequences
 from megarlhf.cluster import backend
 
 
@@ -36,9 +36,8 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         """hidden [S, B, H] (a [S/TP, B, H] shard under sequence parallelism), post final norm; weight [V', H], its own
         or the word embedding's. Returns {"logprobs": (B, R)[, "entropy": (B, R)]} in fp32, 0 where `sequences.mask` is
         False: those positions cost nothing."""
-        first, (rows, length) = sequences.prompt_len, sequences.tokens.shape
-        counted = sequences.mask.t().flatten().nonzero().squeeze(1)  # index into [R * B], the response-aligned rows
-        labels = sequences.tokens[:, first:].t().flatten()[counted]
+        first, rows = sequences.prompt_len, len(sequences)
+        counted, labels = self._counted(sequences)
         output = kernels.linear_logprobs(
             hidden,
             weight,
@@ -51,14 +50,44 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel,
         )
 
-        def response_aligned(values: Tensor) -> Tensor:
-            full = values.new_zeros((length - first) * rows)
-            return full.index_put((counted,), values).view(length - first, rows).t()
-
-        outputs = {"logprobs": response_aligned(output.logprobs)}
+        outputs = {"logprobs": self._response_aligned(output.logprobs, counted, sequences)}
         if with_entropy:
-            outputs["entropy"] = response_aligned(output.entropy)
+            outputs["entropy"] = self._response_aligned(output.entropy, counted, sequences)
         return outputs
+
+    def states(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """(B, R, H): the hidden states that predict the response tokens; `hidden` as in `forward`."""
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        return hidden[sequences.prompt_len - 1 : -1].transpose(0, 1)
+
+    def kl(
+        self, hidden: Tensor, compared: Compared, *, weight: Tensor, ref_weight: Tensor, vocab_size: int,
+        temperature: float,
+    ) -> Tensor:  # fmt: skip
+        """(B, R) fp32: the exact KL(policy || reference) of each response token's distribution, 0 where it does not
+        count. `ref_weight`: the reference's `weight`."""
+        counted, labels = self._counted(compared)
+        own, other = (
+            states.transpose(0, 1).flatten(0, 1)[counted]
+            for states in (self.states(hidden, compared), compared.ref_states)
+        )
+        kl = kernels.linear_policy_ref_kl(
+            own, weight, other, ref_weight, labels,
+            temperature=temperature, vocab_size=vocab_size, tp_group=self.tp_group,
+        )  # fmt: skip
+        return self._response_aligned(kl, counted, compared)
+
+    @staticmethod
+    def _counted(sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """The tokens that count, as an index into [R * B], and their ids."""
+        counted = sequences.mask.t().flatten().nonzero().squeeze(1)
+        return counted, sequences.tokens[:, sequences.prompt_len :].t().flatten()[counted]
+
+    @staticmethod
+    def _response_aligned(values: Tensor, counted: Tensor, sequences: Sequences) -> Tensor:
+        rows, responses = sequences.mask.shape
+        return values.new_zeros(responses * rows).index_put((counted,), values).view(responses, rows).t()
 
     def logits(self, hidden: Tensor, column: int, *, weight: Tensor) -> Tensor:
         """(B, V'): this rank's columns of the logits at one `column` of the sequences; `hidden` as in `forward`."""

@@ -31,13 +31,14 @@ class Chart:
 GROUPS: dict[str, tuple[Chart, ...]] = {
     "Objective": (
         Chart("Score", "reward", {"objective/scores": "score", "objective/scores_total": "score − KL penalty"}),
-        Chart("KL to the reference", "nats a response", {"objective/kl": "KL"}, ("target", "ppo.kl.target"),
-              ("ppo.kl.controller", "adaptive")),
+        Chart("KL to the reference", "nats a response", {"objective/kl": "KL", "objective/kl_exact": "exact"},
+              ("target", "ppo.kl.target"), ("ppo.kl.controller", "adaptive")),
         Chart("Entropy", "nats a response", {"objective/entropy": "entropy"}),
         Chart("KL coefficient", "reward a nat", {"objective/kl_coef": "coefficient"}),
         Chart("KL penalty", "reward", {"objective/non_score_reward": "penalty"}),
         Chart("Spread of the scores", "variance", {"objective/scores_var": "variance"}),
         Chart("Response length", "tokens", {"objective/response_length": "length"}),
+        Chart("Accepted responses", "share", {"objective/accepted": "accepted"}),
     ),
     "Policy": (
         Chart("KL of an update", "nats a token", {"ppo/policy/approxkl": "approxkl"}),

@@ -97,8 +97,9 @@ def train(
         scores = players.scorer.score(rollout)  # 2. reward
         clock.enter("evaluate")
         signals = rollouts.evaluate(  # 3. log-probs and values
-            rollout, actor=actor, reference=reference, critic=critic, temperature=temperature
-        )
+            rollout, actor=actor, reference=reference, critic=critic, temperature=temperature,
+            exact_kl=algorithm.kl.estimator == "exact",
+        )  # fmt: skip
         clock.enter("gate")
         if settings.gate.due(step):
             at_start = step == 0 and settings.reference.checkpoint is None
@@ -226,18 +227,14 @@ def record_samples(
     """The first responses of the batch with their scores, to samples.jsonl and TensorBoard."""
     if not log.enabled:
         return
-    count = min(settings.log.samples, len(rollout))
+    from megarlhf.experience.reward import texts
+
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
-    rows = []
-    for row in range(count):
-        tokens, valid = rollout.tokens[row], rollout.segments[row] > 0
-        query, response = (
-            players.tokenizer.decode(part[keep].tolist())
-            for part, keep in ((tokens[: rollout.prompt_len], valid[: rollout.prompt_len]),
-                               (tokens[rollout.prompt_len :], rollout.mask[row]))
-        )  # fmt: skip
-        score = scores.scores[row].item()
-        rows.append({"step": step, "query": query, "response": response, "score": score, "kl": kl[row].item()})
+    queries, responses = texts(rollout.select(slice(settings.log.samples)), players.tokenizer)
+    rows = [
+        {"step": step, "query": query, "response": response, "score": score, "kl": nats}
+        for query, response, score, nats in zip(queries, responses, scores.scores.tolist(), kl.tolist(), strict=False)
+    ]
     with (Path(settings.run) / "samples.jsonl").open("a") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     log.table("samples", rows, step)

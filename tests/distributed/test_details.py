@@ -47,9 +47,15 @@ def heads(family, sizes):
                     module.value_head.weight.data.copy_(torch.randn(1, family.hidden_size, generator=generator))
         results = {role: engine.forward(mine) for role, engine in engines.items()}
         cold = engines["actor"].forward(mine, temperature=0.5, with_entropy=True)
-        logits = torch.stack(
-            [engines["actor"].forward(mine, logits_at=column)["logits"] for column in range(PROMPT - 1, 23)], 1
-        ) if topology.parallel.tensor == 1 else None  # fmt: skip
+        # two engines of one role and other weights, so that their KL is not 0
+        other = build("actor", family, topology, micro_batch_size=2, dtype="fp32", seed=2)
+        signals = rollouts.evaluate(mine, actor=engines["actor"], reference=other, critic=engines["critic"],
+                                    temperature=0.5, exact_kl=True)  # fmt: skip
+        results["exact"] = {"kl": signals.kl}
+        logits = [
+            torch.stack([engine.forward(mine, logits_at=column)["logits"] for column in range(PROMPT - 1, 23)], 1)
+            if topology.parallel.tensor == 1 else None for engine in (engines["actor"], other)
+        ]  # fmt: skip
         target = NormalizationConfig(prompts=None, mean=0.5, std=2.0)
         normalise(engines["reward"], mine, target)
         gain, bias = normalise(engines["reward"], mine, target)
@@ -59,7 +65,7 @@ def heads(family, sizes):
 
 @pytest.mark.parametrize("family", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_heads(ranks, family):
-    ((scalars, one, cold, logits, again, scores),) = ranks.run(1, heads, family, {})
+    ((scalars, one, cold, (logits, other_logits), again, scores),) = ranks.run(1, heads, family, {})
     mask = rollout().mask
     # R2: normal(0, 1 / sqrt(d + 1)), bias 0; P2: zero
     assert scalars["reward"][0] == pytest.approx(1 / math.sqrt(65), rel=0.3) and scalars["reward"][1] == 0
@@ -80,6 +86,11 @@ def test_heads(ranks, family):
         )
     entropy = -(expected.exp() * expected).sum(-1)
     torch.testing.assert_close(cold["entropy"].double()[mask], entropy[mask], rtol=0, atol=1e-5)
+    # P8: the exact KL at the temperature, over the real vocabulary
+    other = (other_logits[..., :503].double() / 0.5).log_softmax(-1)
+    kl = (expected.exp() * (expected - other)).sum(-1)
+    assert kl[mask].min() > 1e-3
+    torch.testing.assert_close(one["exact"]["kl"].double(), kl.where(mask, 0), rtol=1e-4, atol=1e-5)
     # R3: mean and deviation as asked for; a second time changes nothing
     assert scores.mean().item() == pytest.approx(0.5, abs=1e-5)
     assert scores.double().std(unbiased=False).item() == pytest.approx(2.0, rel=1e-5)

@@ -25,6 +25,7 @@ import reviews
 COMPARED = (
     "objective/scores", "objective/kl", "objective/entropy", "ppo/loss/policy", "ppo/loss/value",
     "ppo/policy/approxkl", "ppo/policy/ratio_max", "ppo/val/vpred", "grad_norm", "ppo/val/grad_norm", "ppo/loss/ptx",
+    "objective/kl_exact",
 )  # fmt: skip
 
 
@@ -107,7 +108,12 @@ def extras(settings):
     text = {"train": str(settings.parent / "text.jsonl"), "max_length": 28}
     rows = [json.dumps({"text": review.prompt + review.response}) for review in reviews.reviews(40, seed=7)]
     Path(text["train"]).write_text("\n".join(rows) + "\n")
-    return [f"ptx={json.dumps({'data': text, 'coef': 0.5, 'batch_size': 8})}", "average=0.5", "reference.on_host=true"]
+    return [
+        f"ptx={json.dumps({'data': text, 'coef': 0.5, 'batch_size': 8})}",
+        "average=0.5",
+        "reference.on_host=true",
+        "ppo.kl.estimator=exact",
+    ]
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])

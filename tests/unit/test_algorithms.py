@@ -455,7 +455,7 @@ def test_the_originals_values():
         ({"vf_coef": -1}, "vf_coef: must be positive"),
         ({"kl": {"coef": -0.1}}, "kl.coef: must not be negative"),
         ({"kl": {"target": 0}}, "kl.target: must be positive"),
-        ({"kl": {"estimator": "k4"}}, "kl.estimator must be one of k1, k2, k3"),
+        ({"kl": {"estimator": "k4"}}, "kl.estimator must be one of k1, k2, k3, exact"),
         ({"score_position": "first"}, "score_position must be one of last, last_valid"),
     ],
 )
