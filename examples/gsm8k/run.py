@@ -57,6 +57,9 @@ def write_data(source: Path, out: Path) -> int:
 def pairs(row: dict) -> list[dict[str, str]]:
     """Every right solution of a question with every wrong one."""
     solutions = [value for value in row.values() if isinstance(value, dict)]
+    for key in ("solution", "is_correct"):
+        if any(key not in solution for solution in solutions):
+            sys.exit(f"{SOLUTIONS}: a solution to {row['question'][:60]!r} has no {key}; give the data set's own file")
     right, wrong = ([response(s["solution"]) for s in solutions if s["is_correct"] is mark] for mark in (True, False))
     return [{"prompt": prompt(row["question"]), "chosen": r, "rejected": w} for r in right for w in wrong]
 
