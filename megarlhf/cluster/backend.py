@@ -130,23 +130,45 @@ def transformer_overrides(swiglu: bool) -> dict:
     )
 
 
-def block_spec(config: TransformerConfig, core_attention: type, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig,
+    core_attention: type,
+    vp_stage: int | None,
+    *,
+    layer_type: type | None = None,
+    shared_norm: bool = False,
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, megatron's local ones
     otherwise, always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches would
-    be silently wrong.)"""
+    be silently wrong.) `layer_type` stands for megatron's TransformerLayer; with `shared_norm` its attention and MLP
+    have one norm between them."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     if _has_transformer_engine():
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         norm = TENorm
-        layer = copy.deepcopy(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec())
+        layer = copy.deepcopy(
+            gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        )
+        if shared_norm:  # not fused with one of the two linear layers that read it
+            layer.submodules.input_layernorm = norm
+            layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     else:
         norm = Norm
         layer = copy.deepcopy(gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization))
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if config.qk_layernorm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = norm
+        if shared_norm:
+            layer.submodules.pre_mlp_layernorm = IdentityOp
     layer.submodules.self_attention.submodules.core_attention = core_attention
+    layer.module = layer_type or layer.module
     layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -155,10 +177,9 @@ class Norm(torch.nn.Module):
     """LayerNorm or RMSNorm for layer specs without TE. Megatron's own refuses sequence parallelism; this one marks its
     parameters so that `finalize_model_grads` sums their gradients over the tensor-parallel group."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_):
         super().__init__()
-        self.eps = eps
-        self.shape = (hidden_size,)
+        self.config = config
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
         self.bias = None
         if config.normalization == "LayerNorm":
@@ -167,9 +188,21 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return normalize(x, self.weight, self.bias, self.config)
+
+
+def normalize(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: TransformerConfig
+) -> torch.Tensor:
+    """LayerNorm or RMSNorm over the last dimension, [..., H] with weight [H], as `config` says. A zero-centred weight
+    scales by 1 + weight, in fp32: bf16 would round the sum."""
+    if config.layernorm_zero_centered_gamma:
+        plain = F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
+        x, kind = plain(x.float(), weight.shape, eps=config.layernorm_epsilon) * (1 + weight.float()), x.dtype
+        return (x if bias is None else x + bias.float()).to(kind)
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(x, weight.shape, weight, config.layernorm_epsilon)
+    return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

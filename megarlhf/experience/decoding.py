@@ -102,7 +102,7 @@ class Decoder:
         mine = slice(first * samples, (first + rows) * samples)
 
         def attend(layer: int, fused: Tensor) -> Tensor:  # (b, P, G, Q + 2, D) -> (b, P, G Q D)
-            query, key, value = self._rotated(fused, rotary)
+            query, key, value = self._rotated(layer, fused, rotary)
             for store, new in ((cache.keys, key), (cache.values, value)):
                 store[layer, mine].unflatten(0, (rows, samples))[:, :, :, :length] = new.transpose(1, 2)[:, None]
             context = F.scaled_dot_product_attention(
@@ -125,7 +125,7 @@ class Decoder:
         rotary = None if self.rotary is None else tuple(table.index_select(0, cache.column) for table in self.rotary)
 
         def attend(layer: int, fused: Tensor) -> Tensor:  # (B, G, Q + 2, D) -> (B, G Q D)
-            query, key, value = self._rotated(fused, rotary)
+            query, key, value = self._rotated(layer, fused, rotary)
             keys, values = cache.keys[layer], cache.values[layer]
             keys.index_copy_(2, cache.column, key[:, :, None])
             values.index_copy_(2, cache.column, value[:, :, None])
@@ -147,17 +147,24 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             fused = backend.linear(self._norm(x, *layer.attention_norm), *layer.qkv)
             fused = fused.unflatten(-1, (self.groups, self.queries + 2, self.head_dim))
-            x = x + self._row_parallel(attend(index, fused), *layer.projection)
-            x = x + self._row_parallel(
-                self._activated(F.linear(self._norm(x, *layer.mlp_norm), *layer.up)), *layer.down
-            )
+            attended = x + self._row_parallel(attend(index, fused), *layer.projection)
+            x = attended + self._mlp(layer, x if self.chunk.architecture.parallel_residual else attended)
         return x if self.final_norm is None else self._norm(x, *self.final_norm)
 
-    def _rotated(self, fused: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        return self._row_parallel(self._activated(F.linear(self._norm(x, *layer.mlp_norm), *layer.up)), *layer.down)
+
+    def _rotated(
+        self, layer: int, fused: Tensor, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(..., G, Q + 2, D) -> query (..., G, Q, D), key (..., G, D), value (..., G, D). The rotary tables are
         (..., d) with d <= D: the rest of a head does not turn."""
         value = fused[..., -1, :]
         turning = fused[..., :-1, :]  # queries and the key turn alike
+        if self.config.qk_layernorm:
+            norms = self.layers[layer].query_norm, self.layers[layer].key_norm
+            parts = turning[..., :-1, :], turning[..., -1:, :]
+            turning = torch.cat([self._norm(part, *norm) for part, norm in zip(parts, norms, strict=True)], -2)
         if rotary is not None:
             cos, sin = rotary
             size = cos.shape[-1]
@@ -175,6 +182,8 @@ class Decoder:
             absent = (local < 0) | (local >= len(weight))
             x = F.embedding(local.masked_fill(absent, 0), weight).masked_fill(absent[..., None], 0)
             dist.all_reduce(x, group=self.group)
+        if self.chunk.embedding_scale != 1:
+            x = x * self.chunk.embedding_scale
         if self.rotary is None:
             x = x + F.embedding(positions, self.chunk.embedding.position_embeddings.weight)
         return x
@@ -193,9 +202,7 @@ class Decoder:
         return self.config.activation_func(gate) * up
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.config.normalization == "RMSNorm":
-            return F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
-        return F.layer_norm(x, weight.shape, weight, bias, self.config.layernorm_epsilon)
+        return backend.normalize(x, weight, bias, self.config)
 
 
 class _Layer:
@@ -206,16 +213,19 @@ class _Layer:
         self.attention_norm = _norm_of(layer.input_layernorm, attention.linear_qkv)
         self.qkv = (attention.linear_qkv.weight, attention.linear_qkv.bias)
         self.projection = (attention.linear_proj.weight, attention.linear_proj.bias)
-        self.mlp_norm = _norm_of(layer.pre_mlp_layernorm, mlp.linear_fc1)
+        self.mlp_norm = _norm_of(layer.pre_mlp_layernorm, mlp.linear_fc1) or self.attention_norm
         self.up = (mlp.linear_fc1.weight, mlp.linear_fc1.bias)
         self.down = (mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+        self.query_norm = _norm_of(attention.q_layernorm, None)
+        self.key_norm = _norm_of(attention.k_layernorm, None)
 
 
-def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None]:
-    """Transformer Engine fuses a norm into the linear layer behind it, and keeps its parameters there."""
+def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None] | None:
+    """Transformer Engine fuses a norm into the linear layer behind it, and keeps its parameters there. None if there is
+    no norm."""
     if hasattr(linear, "layer_norm_weight"):
         return linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None)
-    return norm.weight, norm.bias
+    return (norm.weight, norm.bias) if hasattr(norm, "weight") else None
 
 
 def _signed(sin: Tensor) -> Tensor:

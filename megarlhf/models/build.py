@@ -65,7 +65,8 @@ def initialize(chunk: GPT, topology: Topology, seed: int) -> None:
     (seed, name), and this rank keeps its shard.
 
     GPT-2's scheme: normal(0, init_std), the projections back into the residual stream scaled by 1 / sqrt(2 L), norms
-    one, biases zero. A critic's head is zero (detail P2), a reward head normal(0, 1 / sqrt(H + 1)) (detail R2).
+    one (zero where they scale by 1 + weight), biases zero. A critic's head is zero (detail P2), a reward head
+    normal(0, 1 / sqrt(H + 1)) (detail R2).
     """
     architecture, size, rank = chunk.architecture, topology.parallel.tensor, topology.tensor_rank
     for name, parameter in chunk.named_parameters():
@@ -73,7 +74,7 @@ def initialize(chunk: GPT, topology: Topology, seed: int) -> None:
             parameter.zero_()
             continue
         if "norm" in name:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if architecture.zero_centered_norm else 1.0)
             continue
         if name == "value_head.weight":
             std = 0.0 if chunk.head != "scores" else 1 / math.sqrt(architecture.hidden_size + 1)

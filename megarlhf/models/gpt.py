@@ -17,6 +17,7 @@ from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 from megarlhf.models.attention import Attention
 from megarlhf.models.heads import ScalarHead, WordHead
+from megarlhf.models.residual import ParallelResidualLayer
 from megarlhf.models.spec import Architecture
 
 Head = Literal["logprobs", "values", "scores", "logprobs+values"]
@@ -41,7 +42,13 @@ class GPT(GPTModel):
         words = head.startswith("logprobs")
         super().__init__(
             config,
-            backend.block_spec(config, Attention, vp_stage),
+            backend.block_spec(
+                config,
+                Attention,
+                vp_stage,
+                layer_type=ParallelResidualLayer if architecture.parallel_residual else None,
+                shared_norm=architecture.shared_norm,
+            ),
             vocab_size=architecture.padded_vocab_size(topology.parallel.tensor),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
@@ -56,6 +63,9 @@ class GPT(GPTModel):
         self.architecture = architecture
         self.head = head
         self.has_words = words
+        # In the embedding's own precision, as transformers has it: bf16 makes 55.5 of sqrt(3072).
+        scale = math.sqrt(config.hidden_size) if architecture.scale_embedding else 1.0
+        self.embedding_scale = torch.tensor(scale, dtype=config.params_dtype).item()
         if architecture.rope_scaling:
             self.rotary_pos_emb.inv_freq = scaled_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if not last:
@@ -92,6 +102,8 @@ class GPT(GPTModel):
             if segments is not None:
                 tokens = tokens.masked_fill(segments == 0, 0)  # the id of padding may lie outside the vocabulary
             hidden = self.embedding(input_ids=tokens, position_ids=positions)
+            if self.embedding_scale != 1:
+                hidden = hidden * self.embedding_scale
         # Rotary attention depends on the distance of two tokens alone, so padding and packing need no shift.
         rotary = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
         mask = None if segments is None else batch.attention_mask(segments)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megarlhf.models.spec import Architecture
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarlhf.models.spec import Architecture
 
 Shape = tuple[int, ...]
 
@@ -25,12 +28,22 @@ def shapes(architecture: Architecture) -> dict[str, Shape]:
         layer = f"decoder.layers.{i}"
         for kind in norm:
             out[f"{layer}.self_attention.linear_qkv.layer_norm_{kind}"] = (h,)
-            out[f"{layer}.mlp.linear_fc1.layer_norm_{kind}"] = (h,)
+            if architecture.qk_norm:
+                for which in "qk":
+                    out[f"{layer}.self_attention.{which}_layernorm.{kind}"] = (architecture.kv_channels,)
+            if architecture.num_experts:
+                out[f"{layer}.pre_mlp_layernorm.{kind}"] = (h,)
+            elif not architecture.shared_norm:
+                out[f"{layer}.mlp.linear_fc1.layer_norm_{kind}"] = (h,)
+        mlps = ["mlp"]
+        if architecture.num_experts:
+            out[f"{layer}.mlp.router.weight"] = (architecture.num_experts, h)
+            mlps = [f"mlp.experts.experts.{expert}" for expert in range(architecture.num_experts)]
         for name, rows, columns in (
             ("self_attention.linear_qkv", qkv, h),
             ("self_attention.linear_proj", h, attention),
-            ("mlp.linear_fc1", fc1, h),
-            ("mlp.linear_fc2", h, f),
+            *((f"{mlp}.linear_fc1", fc1, h) for mlp in mlps),
+            *((f"{mlp}.linear_fc2", h, f) for mlp in mlps),
         ):
             out[f"{layer}.{name}.weight"] = (rows, columns)
             if architecture.linear_bias or (architecture.qkv_bias and name.endswith("qkv")):

@@ -7,6 +7,7 @@ other projects' configurations, and `transformer_config` turns it into megatron-
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +16,7 @@ import yaml
 
 from megarlhf import config as configuration
 from megarlhf.config import UserError
+from megarlhf.models import shapes
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,14 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False  # the output layer shares the word embedding's weight
     init_std: float = 0.02
+    qk_norm: bool = False  # every query and key head is normalised before it turns (qwen3)
+    parallel_residual: bool = False  # x + attention(norm x) + mlp(norm x) (gpt_neox, falcon)
+    shared_norm: bool = False  # of a parallel residual: attention and MLP read the same norm (falcon 7B)
+    zero_centered_norm: bool = False  # norms scale by 1 + weight (gemma)
+    scale_embedding: bool = False  # the word embedding is multiplied by sqrt(hidden_size) (gemma)
+    num_experts: int | None = None  # a mixture of experts of ffn_hidden_size each; converts, but does not run yet
+    experts_per_token: int | None = None
+    renormalize_experts: bool = True  # the weights of a token's experts sum to one (mixtral)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -81,6 +91,15 @@ class Architecture:
                 f"hidden_size: {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}; "
                 "change one or set head_dim"
             )
+        if self.shared_norm and not self.parallel_residual:
+            raise ValueError("shared_norm: needs parallel_residual true; otherwise the MLP has a norm of its own")
+        if not (self.num_experts or 0) >= (self.experts_per_token or 0) or (
+            (self.num_experts is None) != (self.experts_per_token is None)
+        ):
+            raise ValueError(
+                f"experts_per_token: {self.experts_per_token} with num_experts {self.num_experts}; give both, with at "
+                "most as many experts a token as there are"
+            )
 
     @property
     def kv_channels(self) -> int:
@@ -90,16 +109,7 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Trainable parameters, norms and biases included, vocabulary padding not."""
-        h, f, d = self.hidden_size, self.ffn_hidden_size, self.kv_channels
-        qkv = d * (self.num_attention_heads + 2 * self.num_query_groups)
-        norm = h * (1 if self.normalization == "RMSNorm" else 2)
-        layer = h * qkv + d * self.num_attention_heads * h + h * f * (3 if self.gated_mlp else 2) + 2 * norm
-        if self.linear_bias or self.qkv_bias:
-            layer += qkv
-        if self.linear_bias:
-            layer += 2 * h + f * (2 if self.gated_mlp else 1)
-        positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
-        return layer * self.num_layers + norm + positions + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        return sum(math.prod(shape) for shape in shapes.shapes(self).values())
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of the embedding at this tensor-parallel size: a multiple of 128 a rank, as megatron's default. The
@@ -140,6 +150,11 @@ class ModelConfig:
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     """Refuse (UserError) a model that this layout cannot hold, before anything is built."""
+    if architecture.num_experts:
+        raise UserError(
+            f"num_experts: a mixture of {architecture.num_experts} experts ({architecture.family}) can be converted "
+            "but neither trained nor run yet; use a dense model"
+        )
     for name, size in (
         ("num_attention_heads", architecture.num_attention_heads),
         ("num_query_groups", architecture.num_query_groups),
@@ -192,6 +207,8 @@ def transformer_config(
         gated_linear_unit=architecture.gated_mlp,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias or architecture.linear_bias,
+        qk_layernorm=architecture.qk_norm,
+        layernorm_zero_centered_gamma=architecture.zero_centered_norm,
         # megatron marks a tensor-parallel weight only when it also initialises it; ours come from build.initialize
         init_method=_leave,
         output_layer_init_method=_leave,

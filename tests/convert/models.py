@@ -10,17 +10,27 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    GemmaConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LLAMA = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=61, max_position_embeddings=64, eos_token_id=7)  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=16)  # fmt: skip
+NEOX = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4, vocab_size=61,
+            max_position_embeddings=64, eos_token_id=7)  # fmt: skip
+FALCON = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=61, max_position_embeddings=64,
+              eos_token_id=7)  # fmt: skip
 GPT2 = dict(n_embd=32, n_layer=3, n_head=4, vocab_size=61, n_positions=32, bos_token_id=3, eos_token_id=3)
 
 CASES = {
@@ -31,6 +41,23 @@ CASES = {
     "mistral": (MistralConfig, {**LLAMA, "sliding_window": None, "head_dim": 12}),
     "qwen2": (Qwen2Config, LLAMA),
     "qwen2-tied": (Qwen2Config, {**LLAMA, "tie_word_embeddings": True, "vocab_size": 67}),
+    "qwen3": (Qwen3Config, {**LLAMA, "head_dim": 16}),
+    "qwen3-tied": (Qwen3Config, {**LLAMA, "head_dim": 8, "tie_word_embeddings": True, "vocab_size": 67}),
+    "gemma": (GemmaConfig, {**LLAMA, "head_dim": 16, "num_key_value_heads": 1}),
+    "gpt_neox": (GPTNeoXConfig, NEOX),
+    "gpt_neox-sequential-tied": (GPTNeoXConfig, {**NEOX, "use_parallel_residual": False, "tie_word_embeddings": True,
+                                                 "rope_parameters": {"rope_theta": 5e3, "rope_type": "default",
+                                                                     "partial_rotary_factor": 0.5}}),
+    "falcon-7b": (FalconConfig, FALCON),
+    "falcon-new": (FalconConfig, {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2,
+                                  "tie_word_embeddings": False}),
+    "falcon-new-shared": (FalconConfig, {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2,
+                                         "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 44}),
+    "falcon-sequential-bias": (FalconConfig, {**FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
+    "mixtral": (MixtralConfig, {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16,
+                                "intermediate_size": 48}),
+    "qwen3_moe": (Qwen3MoeConfig, {**LLAMA, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                                   "head_dim": 16, "norm_topk_prob": True}),
     "gpt2": (GPT2Config, GPT2),
     "gpt2-untied": (GPT2Config, {**GPT2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu"}),
 }  # fmt: skip

@@ -4,6 +4,7 @@ tests/ranks.py)."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,26 @@ GPT2 = Architecture(
     position_embedding="learned",
     tie_embeddings=True,
 )
+NEOX = Architecture(  # attention and MLP side by side, each behind a norm of its own
+    "gpt_neox",
+    **SIZES,
+    num_query_groups=8,
+    max_position_embeddings=64,
+    normalization="LayerNorm",
+    activation="gelu",
+    gated_mlp=False,
+    linear_bias=True,
+    rotary_percent=0.25,
+    parallel_residual=True,
+)
+FALCON = dataclasses.replace(  # ... behind one norm
+    NEOX, family="falcon", num_query_groups=4, linear_bias=False, rotary_percent=1.0, shared_norm=True,
+    tie_embeddings=True,
+)  # fmt: skip
+GEMMA = dataclasses.replace(  # with Qwen 3's norm on queries and keys
+    LLAMA, family="gemma", head_dim=16, activation="gelu_tanh", tie_embeddings=True, zero_centered_norm=True,
+    scale_embedding=True, qk_norm=True,
+)  # fmt: skip
 # A large epsilon: with the usual one Adam turns rounding noise in near-zero gradients into visible differences.
 ADAM = OptimizerConfig(lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1)
 

@@ -5,19 +5,21 @@ import torch
 
 from megarlhf.algorithms.supervised import sft_loss
 from megarlhf.models.build import build
-from tests.distributed.layouts import ADAM, GPT2, LLAMA, examples, full_weights, layout, share
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, examples, full_weights, layout, share
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA}
 
 
 def train(cases):
-    """[(family, micro-batch size, left-padded, ParallelConfig fields)] -> what three steps gave, on this rank."""
+    """[(family, micro-batch size, left-padded, ParallelConfig fields and recompute)] -> what three steps gave, on this
+    rank."""
     results = []
     for family, micro, left_padded, sizes in cases:
-        with layout(**sizes) as topology:
+        recompute = sizes.get("recompute", "none")
+        with layout(**{name: value for name, value in sizes.items() if name != "recompute"}) as topology:
             engine = build(
                 "actor", FAMILIES[family], topology, micro_batch_size=micro, dtype="fp32", optimizer=ADAM,
-                total_steps=3, seed=7,
+                total_steps=3, seed=7, recompute=recompute,
             )  # fmt: skip
             steps = []
             for step in range(3):
@@ -44,11 +46,17 @@ CASES = {
         ("gpt2", 1, True, dict(pipeline=2, distributed_optimizer=False)),
         ("llama", 2, False, dict(pipeline=2, virtual_pipeline=2)),
         ("gpt2", 4, True, dict(pipeline=2, virtual_pipeline=2)),
+        ("neox", 2, True, dict(tensor=2, sequence=True, recompute="full")),
+        ("falcon", 4, True, dict(tensor=2, sequence=True, recompute="selective")),
+        ("gemma", 2, True, dict(tensor=2)),
+        ("gemma", 2, True, dict(tensor=2, sequence=True)),
     ],
     4: [
         ("llama", 2, True, dict(tensor=2, pipeline=2, sequence=True)),
         ("gpt2", 4, True, dict(tensor=2, pipeline=2)),
         ("llama", 1, False, dict(tensor=2, sequence=True)),
+        ("neox", 2, True, dict(tensor=2, pipeline=2)),
+        ("gemma", 4, True, dict(tensor=2, pipeline=2, sequence=True)),
     ],
 }
 

@@ -15,7 +15,7 @@ from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw
 from megarlhf.models.build import build
 from megarlhf.models.spec import RopeScaling
-from tests.distributed.layouts import ADAM, GPT2, LLAMA, layout
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, layout
 
 P, R, ROWS = 8, 16, 512
 FAMILIES = {
@@ -31,6 +31,9 @@ ODD = {  # what the two families leave out
         FAMILIES["llama"], head_dim=16, rotary_percent=0.5, normalization="LayerNorm", linear_bias=True,
         activation="gelu", gated_mlp=False,
     ),
+    "neox": dataclasses.replace(NEOX, init_std=0.15),
+    "falcon": dataclasses.replace(FALCON, init_std=0.15),
+    "gemma": dataclasses.replace(GEMMA, init_std=0.05),
 }  # fmt: skip
 
 
@@ -289,7 +292,7 @@ def test_greedy_is_transformers_greedy(ranks, tmp_path):
     from tools.convert import convert
 
     sources = []
-    for case in ("llama", "llama-3.1-tied", "gpt2"):
+    for case in ("llama", "llama-3.1-tied", "gpt2", "qwen3"):
         source = save(case, tmp_path / case)
         convert.hf2megatron(source, tmp_path / f"{case}-ours")
         sources.append((source, tmp_path / f"{case}-ours" / "actor"))

@@ -14,13 +14,16 @@ from megarlhf.config import UserError
 from megarlhf.models import shapes as layout
 from megarlhf.models.shapes import Shape
 from megarlhf.models.spec import Architecture
-from tools.convert.families import gpt2, llama, mistral, qwen2
+from tools.convert.families import falcon, gemma, gpt2, gpt_neox, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from tools.convert.mapping import Family, Row
 
 # A scalar head's tensors beside its weight, with what they are where the source has none (megarlhf/models/heads.py).
 CONSTANTS = {"value_head.bias": 0.0, "value_head.reward_gain": 1.0, "value_head.reward_bias": 0.0}
 SCORE = "score.weight"
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, gpt2)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (llama, mistral, qwen2, qwen3, gemma, gpt2, gpt_neox, falcon, mixtral, qwen3_moe)
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 They are torch.distributed.checkpoint (DCP) directories: `.metadata` is a pickled index, `__*.distcp` hold every chunk
 as a torch.save blob. Megatron stacks the layers of a model: `decoder.layers.3.mlp.linear_fc2.weight` is slice 3 of the
-key `decoder.layers.mlp.linear_fc2.weight`. Reader and Writer speak per-layer names, the directories stacked keys.
+key `decoder.layers.mlp.linear_fc2.weight`; and behind the layers the experts: expert 5's `linear_fc1` of layer 3 is
+slice (3, 5). Reader and Writer speak of single layers and experts, the directories of stacked keys.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -38,6 +40,8 @@ FILE_BYTES = 1_000_000_000  # the unit that a process writes when several conver
 STATE = re.compile(r"optimizer|chained_|rng_state|rerun_state|.*_extra_state")
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..+)")
+EXPERT = re.compile(r"(.*\.mlp\.experts\.experts)\.(\d+)(\..+)")
+EXPERTS = ".mlp.experts.experts."
 # What the pickle of `.metadata` may name.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -56,10 +60,16 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def stored_as(name: str) -> tuple[str, int | None]:
-    """(key, layer) of a per-layer name; layer is None outside the layers."""
-    match = LAYER.fullmatch(name)
-    return (match[1] + match[3], int(match[2])) if match else (name, None)
+def stored_as(name: str) -> tuple[str, tuple[int, ...]]:
+    """(key, place in its stack) of a single tensor's name; the place is (layer,), (layer, expert), or () outside the
+    layers."""
+    place: list[int] = []
+    for pattern in (LAYER, EXPERT):
+        match = pattern.fullmatch(name)
+        if match:
+            name = match[1] + match[3]
+            place.append(int(match[2]))
+    return name, tuple(place)
 
 
 class Reader:
@@ -73,7 +83,7 @@ class Reader:
                        if isinstance(entry, TensorStorageMetadata)}  # fmt: skip
         self.specs: dict[str, Spec] = {}
         self.ignored: list[str] = []
-        self._places: dict[str, tuple[str, int | None]] = {}  # name -> key, slice
+        self._places: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> key, slice
         # NeMo 1 puts "model." in front of its keys, NeMo 2 "module."
         prefix = next((key.removesuffix(EMBEDDING) for key in self.stored
                        if key.endswith(EMBEDDING) and not STATE.match(key)), "")  # fmt: skip
@@ -84,24 +94,25 @@ class Reader:
             name = re.sub(r"^rm_head\.", "value_head.", key.removeprefix(prefix))  # NeMo-Aligner's reward models
             if name.startswith("decoder.layers.") and not LAYER.fullmatch(name):
                 rest = name.removeprefix("decoder.layers")
-                for i in range(spec.shape[0]):
-                    self.specs[f"decoder.layers.{i}{rest}"] = Spec(spec.shape[1:], spec.dtype)
-                    self._places[f"decoder.layers.{i}{rest}"] = (key, i)
+                depth = 2 if EXPERTS in rest else 1
+                for place in itertools.product(*map(range, spec.shape[:depth])):
+                    single = f"decoder.layers.{place[0]}{rest}"
+                    if depth == 2:
+                        single = single.replace(EXPERTS, f"{EXPERTS}{place[1]}.")
+                    self.specs[single] = Spec(spec.shape[depth:], spec.dtype)
+                    self._places[single] = (key, place)
                 continue
             if name in VOCABULARY and vocab_size is not None and spec.shape[0] > vocab_size:
                 spec = Spec((vocab_size, *spec.shape[1:]), spec.dtype)
             self.specs[name] = spec
-            self._places[name] = (key, None)
+            self._places[name] = (key, ())
         self._check_files()
 
     def read(self, name: str) -> Tensor:
         spec = self.specs[name]
-        key, layer = self._places[name]
-        offsets, sizes = (0,) * len(spec.shape), spec.shape
-        if layer is not None:
-            offsets, sizes = (layer, *offsets), (1, *sizes)
-        tensor = torch.empty(sizes, dtype=spec.dtype)
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        key, place = self._places[name]
+        wanted = _chunk(place, spec)
+        tensor = torch.empty(wanted.sizes, dtype=spec.dtype)
         items = create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], [wanted])
         if sum(item.lengths.numel() for item in items) != spec.numel:
             raise UserError(f"{self.directory}: parts of tensor '{name}' are missing; the checkpoint is incomplete")
@@ -141,20 +152,19 @@ class Writer:
         self._units: dict[str, int] = {}
         self._written: dict[str, tuple[int, int]] = {}  # offset and length in the file
         self._entries: dict[str, TensorStorageMetadata] = {}
-        layers: dict[str, int] = {}
+        stacks: dict[str, tuple[int, ...]] = {}  # how many of each key there are
         for name in specs:
-            key, layer = stored_as(name)
-            if layer is not None:
-                layers[key] = max(layers.get(key, 0), layer + 1)
+            key, place = stored_as(name)
+            stacks[key] = tuple(max(i + 1, n) for i, n in zip(place, stacks.get(key, place), strict=True))
         unit, size = 0, 0
         for name, spec in specs.items():
             if size >= FILE_BYTES:
                 unit, size = unit + 1, 0
             self._units[name] = unit
             size += spec.nbytes
-            key, layer = stored_as(name)
-            shape = spec.shape if layer is None else (layers[key], *spec.shape)
-            entry = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(shape), [])
+            key, _ = stored_as(name)
+            shape = torch.Size((*stacks[key], *spec.shape))
+            entry = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), shape, [])
             if self._entries.setdefault(key, entry).properties.dtype != spec.dtype:
                 raise UserError(f"the layers of '{key}' have different dtypes in the source; choose one with --dtype")
 
@@ -164,9 +174,7 @@ class Writer:
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._specs[name]
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype) and name not in self._written, name
-        if stored_as(name)[1] is not None:
-            tensor = tensor[None]
-        tensor = tensor.contiguous()
+        tensor = tensor.reshape(_chunk(stored_as(name)[1], spec).sizes).contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save writes the whole storage of a view
         path = self.directory / f"__0_{self._units[name]}.distcp"
@@ -193,17 +201,19 @@ class Writer:
         assert places.keys() == self._specs.keys(), self._specs.keys() - places.keys()
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for name, spec in self._specs.items():
-            key, layer = stored_as(name)
-            offsets, shape = (0,) * len(spec.shape), spec.shape
-            if layer is not None:
-                offsets, shape = (layer, *offsets), (1, *shape)
-            self._entries[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-            storage[MetadataIndex(key, torch.Size(offsets))] = _StorageInfo(
-                f"__0_{self._units[name]}.distcp", *places[name]
-            )
+            key, place = stored_as(name)
+            chunk = _chunk(place, spec)
+            self._entries[key].chunks.append(chunk)
+            storage[MetadataIndex(key, chunk.offsets)] = _StorageInfo(f"__0_{self._units[name]}.distcp", *places[name])
         torch.save({}, self.directory / "common.pt")
         (self.directory / "metadata.json").write_text(json.dumps(FORMAT))
         (self.directory / ".metadata").write_bytes(pickle.dumps(Metadata(self._entries, storage_data=storage)))
+
+
+def _chunk(place: tuple[int, ...], spec: Spec) -> ChunkStorageMetadata:
+    """Where the tensor at `place` of a stack lies in the whole stack."""
+    offsets, sizes = (*place, *(0 for _ in spec.shape)), (*(1 for _ in place), *spec.shape)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 class _Into(DefaultLoadPlanner):

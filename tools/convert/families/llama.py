@@ -27,6 +27,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
             f"attention_bias: {bias} while mlp_bias is {not bias} has no counterpart in Megatron, where the linear "
             "layers have biases all or none"
         )
+    rope = rope_from(config)
+    require({"partial_rotary_factor": rope["rotary_percent"]}, {"partial_rotary_factor": 1.0})
     head_dim = config.get("head_dim")
     heads = config["num_attention_heads"]
     return dict(
@@ -43,7 +45,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         linear_bias=bias,
         tie_embeddings=config.get("tie_word_embeddings", False),
         init_std=config.get("initializer_range", 0.02),
-        **_rope_from(config),
+        **rope,
     )
 
 
@@ -73,13 +75,15 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     )
 
 
-def _rope_from(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling` (whose type was once `type`)."""
+def rope_from(config: dict[str, Any], base: float = 10000.0, percent: float = 1.0) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling` (whose type was once `type`); `base`
+    and `percent` hold where these say nothing."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = dict(config.get(key) or {})
-    rotary = dict(rotary_base=rope.pop("rope_theta", config.get("rope_theta", 10000.0)))
-    require({**config, **rope}, {"partial_rotary_factor": 1.0})
-    rope.pop("partial_rotary_factor", None)
+    rotary = dict(
+        rotary_base=rope.pop("rope_theta", config.get("rope_theta", base)),
+        rotary_percent=rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent)),
+    )
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     if kind == "default":
@@ -92,26 +96,59 @@ def _rope_from(config: dict[str, Any]) -> dict[str, Any]:
     return {**rotary, "rope_scaling": rope}
 
 
+BLOCK, LAYER = "model.layers.{i}", "decoder.layers.{i}"
+
+
 def rows(architecture: Architecture) -> list[Row]:
-    merge = qkv(architecture)
-    block, layer = "model.layers.{i}", "decoder.layers.{i}"
+    table = attention_rows(architecture)
+    table.append(Row((f"{BLOCK}.post_attention_layernorm.weight",), f"{LAYER}.mlp.linear_fc1.layer_norm_weight"))
+    for kind in ("weight", "bias") if architecture.linear_bias else ("weight",):
+        gate, up, down = (f"{BLOCK}.mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
+        table += [
+            Row((gate, up), f"{LAYER}.mlp.linear_fc1.{kind}", GATE_UP),
+            Row((down,), f"{LAYER}.mlp.linear_fc2.{kind}"),
+        ]
+    return table
+
+
+def expert_rows(architecture: Architecture, block: str, gate: str, up: str, down: str) -> list[Row]:
+    """A mixture of experts instead of the MLP: `block` has the router and the experts, whose three matrices are called
+    `gate`, `up` and `down`."""
+    table = attention_rows(architecture)
+    table += [
+        Row((f"{BLOCK}.post_attention_layernorm.weight",), f"{LAYER}.pre_mlp_layernorm.weight"),
+        Row((f"{BLOCK}.{block}.gate.weight",), f"{LAYER}.mlp.router.weight"),
+    ]
+    for expert in range(architecture.num_experts or 0):
+        theirs, ours = f"{BLOCK}.{block}.experts.{expert}", f"{LAYER}.mlp.experts.experts.{expert}"
+        table += [
+            Row((f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"), f"{ours}.linear_fc1.weight", GATE_UP),
+            Row((f"{theirs}.{down}.weight",), f"{ours}.linear_fc2.weight"),
+        ]
+    return table
+
+
+def attention_rows(architecture: Architecture) -> list[Row]:
+    """Everything but the MLP and the norm before it."""
+    merge, block, layer = qkv(architecture), BLOCK, LAYER
     table = [
         Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight"),
         Row(("model.norm.weight",), "decoder.final_layernorm.weight"),
         Row((f"{block}.input_layernorm.weight",), f"{layer}.self_attention.linear_qkv.layer_norm_weight"),
-        Row((f"{block}.post_attention_layernorm.weight",), f"{layer}.mlp.linear_fc1.layer_norm_weight"),
     ]
+    if architecture.qk_norm:
+        for name in "qk":
+            table.append(
+                Row((f"{block}.self_attn.{name}_norm.weight",), f"{layer}.self_attention.{name}_layernorm.weight")
+            )
     if architecture.qkv_bias and not architecture.linear_bias:
         biases = tuple(f"{block}.self_attn.{name}_proj.bias" for name in "qkv")
         table.append(Row(biases, f"{layer}.self_attention.linear_qkv.bias", merge))
     for kind in ("weight", "bias") if architecture.linear_bias else ("weight",):
         q, k, v, o = (f"{block}.self_attn.{name}_proj.{kind}" for name in "qkvo")
-        gate, up, down = (f"{block}.mlp.{name}_proj.{kind}" for name in ("gate", "up", "down"))
         table += [
             Row((q, k, v), f"{layer}.self_attention.linear_qkv.{kind}", merge),
             Row((o,), f"{layer}.self_attention.linear_proj.{kind}"),
-            Row((gate, up), f"{layer}.mlp.linear_fc1.{kind}", GATE_UP),
-            Row((down,), f"{layer}.mlp.linear_fc2.{kind}"),
         ]
     if not architecture.tie_embeddings:
         table.append(Row(("lm_head.weight",), "output_layer.weight"))

@@ -10,9 +10,15 @@ from tools.convert.mapping import Family, require
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    require(config, {"use_sliding_window": False})
+    no_windows(config)
     length = config.get("max_position_embeddings", 32768)
     return {**llama.from_config(config), "qkv_bias": True, "max_position_embeddings": length}
+
+
+def no_windows(config: dict[str, Any]) -> None:
+    require(config, {"use_sliding_window": False})
+    for kind in config.get("layer_types") or ():
+        require({"layer_types": kind}, {"layer_types": "full_attention"})
 
 
 def to_config(architecture: Architecture) -> dict[str, Any]:

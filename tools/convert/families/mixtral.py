@@ -1,0 +1,34 @@
+"""Mixtral: Mistral with a mixture of experts in every layer. Converts both ways; megarlhf cannot run it yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarlhf.models.spec import Architecture
+from tools.convert.families import llama, mistral
+from tools.convert.mapping import Family, Row
+
+
+def from_config(config: dict[str, Any]) -> dict[str, Any]:
+    config = {"sliding_window": None, "rope_theta": 1e6, **config}  # where transformers' defaults are not Mistral's
+    return {
+        **mistral.from_config(config),
+        "num_experts": config.get("num_local_experts", 8),
+        "experts_per_token": config.get("num_experts_per_tok", 2),
+    }
+
+
+def to_config(architecture: Architecture) -> dict[str, Any]:
+    return {
+        **mistral.to_config(architecture),
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": architecture.num_experts,
+        "num_experts_per_tok": architecture.experts_per_token,
+    }
+
+
+def rows(architecture: Architecture) -> list[Row]:
+    return llama.expert_rows(architecture, "block_sparse_moe", "w1", "w3", "w2")
+
+
+FAMILY = Family("mixtral", from_config, to_config, rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
