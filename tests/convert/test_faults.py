@@ -14,8 +14,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tests.convert.models import assert_same_tensors, save, tensors
-from tools.convert import convert
+from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.config import UserError
+from megarlhf.models.spec import Architecture, check_layout
+from tests.convert.models import CASES, assert_same_tensors, save, tensors
+from tools.convert import convert, registry
 from tools.convert.__main__ import main
 from tools.convert.storage import completed
 
@@ -155,7 +158,7 @@ HF_FAULTS = {
     "model_type": (
         "llama",
         lambda d: reconfigure(d / "config.json", model_type="lama"),
-        ["'lama'", "gpt2, llama, mistral, qwen2"],
+        ["'lama'", "known: falcon, gemma, gpt2"],
     ),
     "activation": ("llama", lambda d: reconfigure(d / "config.json", hidden_act="relu"), ["hidden_act", "relu"]),
     "bias": ("llama", lambda d: reconfigure(d / "config.json", attention_bias=True), ["attention_bias", "mlp_bias"]),
@@ -184,6 +187,11 @@ HF_FAULTS = {
         lambda d: reconfigure(d / "config.json", sliding_window=16),
         ["sliding_window", "16"],
     ),
+    "tokenizer": (
+        "llama",
+        lambda d: (d / "tokenizer.json").write_text((d / "tokenizer.json").read_text().replace(": 60", ": 61")),
+        ["ids up to 61", "model.embed_tokens.weight", "61 rows"],
+    ),
     "gpt2 cross": ("gpt2", lambda d: reconfigure(d / "config.json", add_cross_attention=True), ["add_cross_attention"]),
     "gpt2 activation": (
         "gpt2",
@@ -199,6 +207,48 @@ def test_hugging_face_source(fault, originals, tmp_path, capsys):
     source = shutil.copytree(originals / case, tmp_path / "source")
     change(source)
     refused(capsys, "hf2megatron", source, tmp_path / "target", *words)
+
+
+REFUSED = {  # what a family knows and we do not
+    "alibi": ("falcon-7b", dict(alibi=True), "alibi: true"),
+    "falcon: contradiction": ("falcon-new", dict(parallel_attn=False), "parallel_attn: false contradicts"),
+    "falcon: two norms": ("falcon-7b", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn: 2 needs"),
+    "falcon: activation": ("falcon-7b", dict(activation="relu"), "activation: 'relu'"),
+    "neox: bias": ("gpt_neox", dict(attention_bias=False), "attention_bias: False"),
+    "neox: rope": ("gpt_neox", dict(rope_parameters={"rope_type": "linear", "factor": 2.0}), "rope_type 'linear'"),
+    "gemma: both directions": ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention: true"),
+    "gemma: activation": ("gemma", dict(hidden_activation="silu"), "hidden_activation: 'silu'"),
+    "qwen3: window": ("qwen3", dict(use_sliding_window=True), "use_sliding_window: True"),
+    "qwen3: window of a layer": ("qwen3", dict(layer_types=["sliding_attention"] * 3), "layer_types: sliding"),
+    "qwen3: bias": ("qwen3", dict(attention_bias=True), "attention_bias: True"),
+    "mixtral: window": ("mixtral", dict(sliding_window=16), "sliding_window: 16"),
+    "mixtral: too many": ("mixtral", dict(num_experts_per_tok=9), "experts_per_token: 9 with num_experts 3"),
+    "qwen3_moe: some layers": ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step: 2"),
+    "qwen3_moe: other layers": ("qwen3_moe", dict(mlp_only_layers=[1]), "mlp_only_layers: [1]"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_a_family_cannot_say(fault):
+    case, changes, message = REFUSED[fault]
+    kind, fields = CASES[case]
+    config = kind(**fields).to_dict() | {"model_type": kind.model_type}
+    registry.read_config(config, "config.json")
+    with pytest.raises(UserError) as caught:
+        registry.read_config(config | changes, "config.json")
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_experts_convert_but_do_not_run(case, tmp_path, capsys):
+    convert.hf2megatron(save(case, tmp_path / "source"), tmp_path / "ours")
+    architecture = Architecture.load(tmp_path / "ours" / "actor")
+    with pytest.raises(UserError, match=rf"num_experts: a mixture of {architecture.num_experts} experts"):
+        check_layout(architecture, ParallelConfig())
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "source"), str(tmp_path / "ours"), "--logits"]) == 2
+    error = capsys.readouterr().err
+    assert "can be converted but neither trained nor run" in error and error.count("\n") == 1
 
 
 class Evil:
@@ -234,7 +284,7 @@ OUR_FAULTS = {
     "wrong shape": (lambda d: redescribe(d, ffn_hidden_size=45), ["linear_fc1.weight", "[88, 32]", "[90, 32]"]),
     "vocabulary": (lambda d: redescribe(d, vocab_size=62), ["word_embeddings.weight", "[61, 32]", "[62, 32]"]),
     "not expressible": (lambda d: redescribe(d, normalization="LayerNorm"), ["normalization", "RMSNorm", "LayerNorm"]),
-    "family": (lambda d: redescribe(d, family="lama"), ["'lama'", "gpt2, llama, mistral, qwen2"]),
+    "family": (lambda d: redescribe(d, family="lama"), ["'lama'", "known: falcon, gemma, gpt2"]),
     "truncated": (lambda d: truncate(d / DATA, 300), [DATA, "ends within"]),
     "no data file": (lambda d: (d / DATA).unlink(), [DATA, "is missing"]),
     "damaged": (lambda d: scribble(d / DATA), ["embedding.word_embeddings.weight", "damaged"]),

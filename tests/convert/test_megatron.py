@@ -25,16 +25,20 @@ def sharded(values: dict[str, torch.Tensor | tuple[int, ...]], gated: bool, padd
     from megatron.core.dist_checkpointing import ShardedTensor
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers = 1 + max(torch_dist.stored_as(name)[1] or 0 for name in values)
+    stacks: dict[str, list[tuple[int, ...]]] = {}
+    for name in values:
+        key, place = torch_dist.stored_as(name)
+        stacks.setdefault(key, []).append(place)
     out = {}
     for name, value in values.items():
-        key, layer = torch_dist.stored_as(name)
+        key, place = torch_dist.stored_as(name)
         axis = next((axis for end, axis in CUT.items() if name.endswith(end)), None)
         loading = not isinstance(value, torch.Tensor)
         tensor = torch.empty(value) if loading else value
         if name in layout.VOCABULARY:
             tensor = torch.cat([tensor, torch.full((padded - len(tensor), tensor.shape[1]), 7.0)])
-        prepended = [] if layer is None else [(0, layer, layers)]
+        sizes = [1 + max(column) for column in zip(*stacks[key], strict=True)]  # layers; layers and experts
+        prepended = [(axis, i, n) for axis, (i, n) in enumerate(zip(place, sizes, strict=True))]
         halves = 2 if gated and "linear_fc1" in name and axis == 0 else 1  # gate and up are cut separately
         for half in range(halves):
             offsets, part = list(prepended), tensor
@@ -66,11 +70,11 @@ def store(directory: str, weights: dict[str, torch.Tensor], gated: bool, padded:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 def test_megatron_loads_what_we_write(case, size, ranks, tmp_path):
     convert.hf2megatron(save(case, tmp_path / "source"), tmp_path / "ours")
     actor = tmp_path / "ours" / "actor"
-    gated, vocabulary = case == "llama", CASES[case][1]["vocab_size"]
+    gated, vocabulary = case != "gpt2", CASES[case][1]["vocab_size"]
     loaded = ranks.run(size, load, str(actor), gated, 64)
     reader = torch_dist.Reader(actor, vocabulary)
     for name in reader.specs:

@@ -27,6 +27,7 @@ from tools.convert.sources import KEPT_CONFIG, KEPT_GENERATION, OFFSET, Source
 from tools.convert.storage import Reader, Spec, Writer, completed
 from tools.convert.workers import Workers
 
+OTHER_HEAD = {False: "value_head.", True: "output_layer."}  # by whether a scalar head is exported
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -157,21 +158,23 @@ def _opened(command: str, source: Path, target: Path, options: Options, workers:
 
 def _exported(source: Path, options: Options) -> tuple[Source, dict[str, Any], tuple[str, ...]]:
     """A model of ours as the source of megatron2hf, with its config.json and what to tell the user."""
-    model = find_model(source, options.role or "actor")
-    role = options.role or (model.name if model.name in ("reward", "critic") else "actor")
+    model, role = find_exported(source, options.role)
     tokenizer = find_tokenizer(source)
     architecture = Architecture.load(model)
     config = registry.write_config(architecture, str(model))
     reader = torch_dist.Reader(model, architecture.vocab_size)
     scalar = role in ("reward", "critic")
     ignored = list(reader.ignored)
-    if not scalar:  # the actor may carry the critic's head on its trunk
-        for name in [name for name in reader.specs if name.startswith("value_head.")]:
-            del reader.specs[name]
-            ignored.append(name)
+    # An actor that shares its trunk with the critic has both heads; one is exported, by role.
+    others = [name for name in reader.specs if name.startswith(OTHER_HEAD[scalar])]
+    notes: tuple[str, ...] = ()
+    if others:
+        notes = (f"left out: {', '.join(others)}; export that head with --role {'actor' if scalar else 'critic'}",)
+    for name in others:
+        del reader.specs[name]
+        ignored.append(name)
     if (model / KEPT_CONFIG).is_file():
         config = {**huggingface.read_json(model / KEPT_CONFIG), **config}
-    notes: tuple[str, ...] = ()
     expected = registry.our_shapes(architecture, scalar)
     if scalar:
         missing = [name for name in registry.CONSTANTS if name not in reader.specs]
@@ -183,11 +186,25 @@ def _exported(source: Path, options: Options) -> tuple[Source, dict[str, Any], t
         for key in ("id2label", "label2id"):
             config.pop(key, None)
         if offset:
-            notes = (f"transformers' score has no constant: add {OFFSET} = {offset:.6g} of config.json to it",)
+            notes += (f"transformers' score has no constant: add {OFFSET} = {offset:.6g} of config.json to it",)
     kept = {huggingface.GENERATION: model / KEPT_GENERATION} if (model / KEPT_GENERATION).is_file() else {}
     files = {str(file): tokenizer / file for file in huggingface.tokenizer_files(tokenizer)} if tokenizer else {}
     steps = registry.steps_to_theirs(architecture, scalar)
     return Source(str(model), reader, architecture, scalar, expected, steps, ignored, kept, files), config, notes
+
+
+def find_exported(source: Path, role: str | None) -> tuple[Path, str]:
+    """(model directory, role) that megatron2hf exports from `source`. A critic that shares the actor's trunk stands in
+    the actor's directory."""
+    try:
+        model = find_model(source, role or "actor")
+    except UserError:
+        if role != "critic":
+            raise
+        model = find_model(source, "actor")
+        if "value_head.weight" not in torch_dist.Reader(model, None).stored:
+            raise UserError(f"{source}: holds no critic; its actor has no value head")
+    return model, role or (model.name if model.name in ("reward", "critic") else "actor")
 
 
 def _classifier(causal: str) -> str:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megarlhf import checkpoint
 from megarlhf.batch import Sequences
+from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
-from megarlhf.models.locate import find_model
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import Architecture, check_layout
 from tools.convert import certificate
+from tools.convert.convert import find_exported
 
 ROWS, LENGTH = 2, 24
 TOLERANCE = 1e-4  # in fp32
@@ -28,10 +29,10 @@ def compare(source: Path, target: Path) -> str:
         raise UserError(f"{target}: transformers cannot run its source; convert it on with megatron2hf and verify that")
     forward = known["command"] == "hf2megatron"
     theirs, ours = (source, target / known["model"]) if forward else (target, source)
-    role = known["model"] if forward else known["options"]["role"] or "actor"
-    model = find_model(ours, role)
-    scalar = model.name in ("reward", "critic")
+    model, role = find_exported(ours, known["model"] if forward else known["options"]["role"])
+    scalar = role in ("reward", "critic")
     architecture = Architecture.load(model)
+    check_layout(architecture, ParallelConfig())
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, architecture.max_position_embeddings)
     tokens = torch.randint(0, architecture.vocab_size, (ROWS, length), generator=generator)
@@ -81,7 +82,6 @@ def our_outputs(directory: Path, architecture: Architecture, tokens: Tensor, sca
     from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
-    from megarlhf.cluster.parallel import ParallelConfig
     from megarlhf.models.build import build
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

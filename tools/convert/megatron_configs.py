@@ -21,8 +21,8 @@ NO_EXPERTS = "has no counterpart in megarlhf yet; convert a dense model"
 def nemo1_fields(config: dict[str, Any]) -> dict[str, Any]:
     """A .nemo's model_config.yaml."""
     require(config, {"transformer_block_type": "pre_ln", "megatron_legacy": False, "headscale": False,
-                     "rotary_interleaved": False, "apply_embedding_scaling": False, "window_size": None,
-                     "mcore_customization_config": None, "layernorm_zero_centered_gamma": False})  # fmt: skip
+                     "rotary_interleaved": False, "window_size": None,
+                     "mcore_customization_config": None})  # fmt: skip
     if config.get("num_moe_experts"):
         raise ValueError(f"num_moe_experts: a mixture of experts {NO_EXPERTS}")
     activation = config.get("activation", "gelu")
@@ -65,6 +65,8 @@ def nemo1_fields(config: dict[str, Any]) -> dict[str, Any]:
         rotary_percent=float(config.get("rotary_percentage", 1.0)),
         rope_scaling=scaling if not learned else None,
         tie_embeddings=config.get("share_embeddings_and_output_weights", True),
+        zero_centered_norm=bool(config.get("layernorm_zero_centered_gamma")),
+        scale_embedding=bool(config.get("apply_embedding_scaling")),
         init_std=float(config.get("init_method_std", 0.02)),
     )
 
@@ -72,7 +74,7 @@ def nemo1_fields(config: dict[str, Any]) -> dict[str, Any]:
 def nemo2_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The `config` of a NeMo 2 model."""
     require(config, {"rotary_interleaved": False, "layernorm_zero_centered_gamma": False, "window_size": None,
-                     "qk_layernorm": False, "seq_len_interpolation_factor": None, "num_moe_experts": None})  # fmt: skip
+                     "seq_len_interpolation_factor": None, "num_moe_experts": None})  # fmt: skip
     activation = str((config.get("activation_func") or {}).get("_target_"))
     kind = next((ours for theirs, ours in (("silu", "silu"), ("openai_gelu", "gelu_tanh"), ("gelu", "gelu"))
                  if theirs in activation), None)  # fmt: skip
@@ -108,6 +110,7 @@ def nemo2_fields(config: dict[str, Any]) -> dict[str, Any]:
         rotary_percent=float(config.get("rotary_percent", 1.0)),
         rope_scaling=scaling,
         tie_embeddings=config["share_embeddings_and_output_weights"],
+        qk_norm=bool(config.get("qk_layernorm")),
         init_std=float(config.get("init_method_std", 0.02)),
     )
 
@@ -115,7 +118,7 @@ def nemo2_fields(config: dict[str, Any]) -> dict[str, Any]:
 def megatron_fields(arguments: dict[str, Any]) -> dict[str, Any]:
     """Megatron-LM's command line, as its checkpoints keep it."""
     require(arguments, {"rotary_interleaved": False, "apply_layernorm_1p": False, "squared_relu": False,
-                        "num_experts": None, "qk_layernorm": False, "multi_latent_attention": False,
+                        "num_experts": None, "multi_latent_attention": False,
                         "rotary_seq_len_interpolation_factor": None})  # fmt: skip
     gated = bool(arguments.get("swiglu"))
     learned = arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute"
@@ -144,6 +147,7 @@ def megatron_fields(arguments: dict[str, Any]) -> dict[str, Any]:
         rotary_percent=float(arguments.get("rotary_percent", 1.0)),
         rope_scaling=scaling if not learned else None,
         tie_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
+        qk_norm=bool(arguments.get("qk_layernorm")),
         init_std=float(arguments.get("init_method_std", 0.02)),
     )
 
