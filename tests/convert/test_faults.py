@@ -33,10 +33,10 @@ def originals(tmp_path_factory):
     return root
 
 
-def refused(capsys, command: str, source: Path, target: Path, *words: str) -> None:
+def refused(capsys, command: str, source: Path, target: Path, *words: str, role: str | None = None) -> None:
     """`command` ends with status 2 and one line that has all of `words`; no target appears."""
     before = set(target.parent.iterdir())
-    assert main([command, str(source), str(target)]) == 2
+    assert main([command, str(source), str(target), *(["--role", role] if role else [])]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith("error: ") and error.count("\n") == 1, error
