@@ -120,7 +120,7 @@ class Checkpoints:
                     temporary.write_text(final.name + "\n")
                     os.replace(temporary, pointer)
                     _sync(self.directory)
-                self._retire()
+                self._retire(final)
             dist.barrier()
             self.seconds = time.monotonic() - started
 
@@ -167,10 +167,12 @@ class Checkpoints:
                 f"the file system, and start again: the last good checkpoint is {self.latest()}"
             )
 
-    def _retire(self) -> None:
-        """Keep the newest `keep` complete checkpoints."""
+    def _retire(self, newest: Path) -> None:
+        """Keep the newest `keep` complete checkpoints. Those beyond `newest` are of a run that somebody went back from
+        and count for nothing: each goes when this run comes to its step, or past it."""
         complete = sorted(path for path in self.directory.glob("step_*") if (path / STATE).is_file())
-        for path in [path for path in complete if path.suffix != ".partial"][: -self.config.keep]:
+        mine = [path for path in complete if path.suffix != ".partial" and path <= newest]
+        for path in mine[: -self.config.keep]:
             shutil.rmtree(path, ignore_errors=True)
 
 

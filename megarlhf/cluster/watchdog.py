@@ -37,6 +37,7 @@ from megarlhf.cluster.slurm import JobConfig
 
 GRACE = 2.0  # seconds that rank 0 waits for a better explanation than "I lost a peer"
 ERROR, FAILURE = 2, 1  # exit statuses: the user's mistake, anything else
+GONE = "ended without a word: killed, or its machine is gone"
 _FRAMES = 16
 
 
@@ -162,7 +163,9 @@ class _Watch:
                         return
                     if "status" in message and self.hub is None:  # rank 0 leaves when all have heard
                         os._exit(message["status"])
-            how = "ended without a word: killed, or its machine is gone"
+            how = GONE
+        except ConnectionResetError:  # the kernel's last word for a process that was killed with beats unread
+            how = GONE
         except TimeoutError:
             how = f"has been silent for {self.timeout:.0f} s: stopped, or cut off"
         except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.sft import Examples, SFTDataConfig, load_sft
-from megarlhf.experience import rollout, sampler
+from megarlhf.experience import rollout, sampler, sources
 from megarlhf.experience.gate import GateConfig
 from megarlhf.experience.reward import ScoringConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
@@ -180,6 +180,12 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
         raise UserError(
             "ppo.score_position: 'last' is the last token of the fixed length, but sampler.stop_at_eos ends responses "
             "before; use last_valid, or stop_at_eos: false"
+        )
+    if any(source.url for source in settings.scoring.sources) and 60 * settings.job.hang_minutes <= sources.PATIENCE:
+        raise UserError(
+            f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while a reward server is still within "
+            f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
+            f"{sources.PATIENCE / 60 + 5:g} or more"
         )
     start = setup.find(settings, length=length, role="actor")
     sampler.check(

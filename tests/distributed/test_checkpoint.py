@@ -80,11 +80,11 @@ def test_same_layout_is_bit_identical(ranks, tmp_path, sizes, more):
     assert all(torch.equal(second[1][name], straight[1][name]) for name in straight[1])
 
 
-def save_three(directory):
+def save(directory, steps, keep=2):
     with layout() as topology:
         engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
-        checkpoints = Checkpoints(Path(directory), CheckpointConfig(keep=2))
-        for step in (1, 2, 3):
+        checkpoints = Checkpoints(Path(directory), CheckpointConfig(keep=keep))
+        for step in steps:
             checkpoints.save(step, {"actor": engine}, {}, LLAMA.save)
         return str(checkpoints.latest())
 
@@ -100,7 +100,7 @@ def load_from(directory):
 
 
 def test_retention_and_damage(ranks, tmp_path):
-    (latest,) = ranks.run(1, save_three, tmp_path)
+    (latest,) = ranks.run(1, save, tmp_path, (1, 2, 3))
     steps = tmp_path / "checkpoints"
     assert sorted(path.name for path in steps.iterdir()) == ["latest", "step_00000002", "step_00000003"]
     assert Path(latest).name == "step_00000003"
@@ -120,3 +120,11 @@ def test_retention_and_damage(ranks, tmp_path):
     (steps / "latest").write_text("step_00000009\n")
     with pytest.raises(UserError, match="not a complete checkpoint"):
         Checkpoints(tmp_path, CheckpointConfig()).latest()
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(ranks, tmp_path):
+    """To a checkpoint before the newest ones, by hand: those it left behind count for nothing."""
+    ranks.run(1, save, tmp_path, (4, 6))
+    assert Path(ranks.run(1, save, tmp_path, (3,), 1)[0]).name == "step_00000003"
+    ranks.run(1, save, tmp_path, (5, 7), 1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000007"]

@@ -219,6 +219,10 @@ BAD = {
     "position": (["ppo.score_position=last"], "ppo.score_position: 'last' is the last token of the fixed length"),
     "preset": (["preset=openai_2020"], "there is no preset 'openai_2020'; did you mean 'openai_2019'?"),
     "reward": (["scoring.sources=[{checkpoint: /no/such}]"], "/no/such: no such directory"),
+    "patience": (
+        ["scoring.sources=[{url: 'http://localhost:1'}]", "job.hang_minutes=20"],
+        "job.hang_minutes: 20 would end the run while a reward server",
+    ),
     "function": (["scoring.sources=[{function: 'no_such_module:f'}]"], "no_such_module"),
     "both": (["scoring.sources=[{}]"], "give exactly one of checkpoint, function and url"),
     "shared": (["critic.kind=shared", "critic.checkpoint=x"], "a shared critic has neither a checkpoint"),

@@ -24,13 +24,14 @@ class SlurmCluster:
     directory: Path  # the cluster's own: log/ has the daemons' logs
     environment: dict[str, str]
 
-    def run(self, *command, timeout: float, **environment: str) -> subprocess.CompletedProcess[str]:
-        """`command` (srun, sbatch, scontrol, ...) from the root of the checkout, ended after `timeout` seconds.
+    def run(self, *command, timeout: float, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+        """`command` (srun, sbatch, scontrol, ...), by default from the root of the checkout, ended after `timeout`
+        seconds.
 
         The outer environment's SLURM_* are not passed on: tests may themselves run inside a job.
         """
         return subprocess.run(
-            [str(part) for part in command], cwd=ROOT, env={**self.environment, **environment}, timeout=timeout,
+            [str(part) for part in command], cwd=cwd, env={**self.environment, **environment}, timeout=timeout,
             stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
 
