@@ -156,7 +156,7 @@ def test_mpirun_writes_the_same_bytes(flavour, converted, tmp_path, monkeypatch)
     mpirun = find_mpirun(flavour) or pytest.skip(f"no mpirun of {flavour}")
     code = "import sys, tools.convert.torch_dist as t; t.FILE_BYTES = 20_000; import tools.convert.__main__ as m"
     code += "; sys.exit(m.main())"
-    program = (mpirun, "-n", "2", sys.executable, "-c", code)
+    program = (mpirun, "-n", "3", sys.executable, "-c", code)
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
     monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)  # several files, so that every process has some to write
     convert.hf2megatron(converted / "source", serial / "ours")

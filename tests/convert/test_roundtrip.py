@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -18,7 +19,7 @@ from megarlhf.models import shapes as layout
 from megarlhf.models.spec import Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
 from tests.ranks import ROOT
-from tools.convert import convert, huggingface, registry, torch_dist
+from tools.convert import certificate, convert, huggingface, registry, torch_dist
 from tools.convert.__main__ import main
 from tools.convert.storage import Spec
 from tools.convert.workers import Workers
@@ -168,29 +169,36 @@ def test_shapes_agree_with_parameter_count(case):
         assert sum(Spec(shape, torch.int8).numel for shape in shapes.values()) == architecture.num_parameters
 
 
-def test_one_step_in_memory(tmp_path):
-    """When a step reads, nothing of earlier steps is alive."""
+def test_two_largest_tensors_in_memory(tmp_path, monkeypatch):
+    """When a step reads, earlier ones whose hashes are not done yet leave room for it."""
     source = save("llama", tmp_path / "source")
     architecture = registry.read_config(huggingface.read_json(source / "config.json"), "source")
     steps = registry.steps_to_ours(architecture)
-    first_inputs = {step.inputs[0] for step in steps}
+    sizes = {step.inputs[0]: step.inputs for step in steps}
     alive: list[weakref.ref] = []
-    left_over = []
+    held = []
 
     class Watching(huggingface.Reader):
         def read(self, name):
-            if name in first_inputs:
-                left_over.extend(ref() for ref in alive if ref() is not None)
-                alive.clear()
+            if name in sizes:
+                kept = [tensor.nbytes for tensor in (ref() for ref in alive) if tensor is not None]
+                held.append(sum(kept) + sum(self.specs[other].nbytes for other in sizes[name]))
             tensor = super().read(name)
-            alive.append(weakref.ref(tensor.untyped_storage()))
             alive.append(weakref.ref(tensor))
             return tensor
 
+    def slow(tensor):
+        time.sleep(0.02)
+        return sha256(tensor)
+
+    sha256 = certificate.sha256
+    monkeypatch.setattr(certificate, "sha256", slow)
     reader = Watching(source)
     specs = convert.plan(reader.specs, registry.their_shapes(architecture), steps, None, "source")
     convert.transfer(reader, torch_dist.Writer(tmp_path, specs), specs, steps, "test", Workers())
-    assert alive and not left_over
+    room = sum(sorted(spec.nbytes for spec in [*reader.specs.values(), *specs.values()])[-2:])
+    assert max(held) <= room and len(held) == len(steps)
+    assert sum(sum(reader.specs[name].nbytes for name in step.inputs) for step in steps) > 4 * room
 
 
 def test_command_line_needs_no_megatron_and_no_process_group(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--vocab-size", type=int, help="without padding, if the checkpoint does not say")
     options = parser.parse_args(arguments)
 
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then takes large tensors' memory in huge pages
     from tools.convert import convert, inspection  # imports torch, which --help should not wait for
     from tools.convert.workers import Workers
 

@@ -1,14 +1,14 @@
 """hf2megatron, nemo2megatron, megatron2megatron, megatron2hf and verify: read a step's inputs, convert, write its
-outputs; never more than one step in memory."""
+outputs. In memory are one step, or as many as fit the two largest tensors: they are hashed while the next ones come."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,7 @@ def transfer(
     """Run `steps` from `reader` to `writer`, shared over the processes; the hashes of what was read and written."""
     mine = _share(writer, specs, steps, workers)
     total = sum(reader.specs[name].nbytes for step in mine for name in step.inputs)
+    room = sum(sorted((spec.nbytes for spec in [*reader.specs.values(), *specs.values()]), reverse=True)[:2])
     read: Hashes = {}
     written: Hashes = {}
 
@@ -259,10 +260,17 @@ def transfer(
             tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=workers.rank > 0 or None) as bar,
             ThreadPoolExecutor(2) as pool,
         ):
+            under_way: deque[tuple[int, list[tuple[Hashes, str, Future[str]]]]] = deque()  # bytes, hashes to come
             try:
                 for step in mine:
-                    _run(step, reader, writer, specs, pool, read, written)
-                    bar.update(sum(reader.specs[name].nbytes for name in step.inputs))
+                    nbytes = sum(reader.specs[name].nbytes for name in step.inputs)
+                    whole = nbytes + sum(specs[name].nbytes for name in step.outputs)
+                    while under_way and sum(held for held, _ in under_way) + whole > room:
+                        _settle(under_way)
+                    under_way.append((whole, _run(step, reader, writer, specs, pool, read, written)))
+                    bar.update(nbytes)
+                while under_way:
+                    _settle(under_way)
             finally:
                 done = writer.close()
         return done, read, written
@@ -289,8 +297,8 @@ def _share(writer: Writer, specs: dict[str, Spec], steps: Sequence[Step], worker
     return mine
 
 
-def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, read: Hashes, written: Hashes) -> None:
-    """A function of its own, so that one step's tensors are gone before the next step reads."""
+def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, read: Hashes, written: Hashes):
+    """One step; its hashes are under way. They hold its tensors, and nothing else does once this returns."""
     inputs = [reader.read(name) for name in step.inputs]
     outputs = [
         tensor.to(specs[name].dtype).contiguous()
@@ -303,8 +311,15 @@ def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, 
         after = [pool.submit(certificate.sha256, tensor) for tensor in outputs]
     for name, tensor in zip(step.outputs, outputs, strict=True):
         writer.write(name, tensor)
-    read.update({name: future.result() for name, future in zip(step.inputs, before, strict=True)})
-    written.update({name: future.result() for name, future in zip(step.outputs, after, strict=True)})
+    return [(read, *entry) for entry in zip(step.inputs, before, strict=True)] + [
+        (written, *entry) for entry in zip(step.outputs, after, strict=True)
+    ]
+
+
+def _settle(under_way: deque) -> None:
+    """Wait for the oldest step's hashes."""
+    for hashes, name, future in under_way.popleft()[1]:
+        hashes[name] = future.result()
 
 
 class _Nowhere:

@@ -196,6 +196,7 @@ class Writer:
             self._file = open(record.file, "r+b")  # noqa: SIM115 (kept open for the tensors that follow)
         self._file.seek(record.offset)
         self._file.write(_bytes(tensor.contiguous()))
+        storage.flush(self._file, record.offset)
         self._written.append(name)
 
     def close(self) -> list[str]:

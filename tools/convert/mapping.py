@@ -25,8 +25,18 @@ class Pair:
 
 COPY = Pair(lambda tensors: tensors[0], lambda tensor: [tensor])
 
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, which on the meta device would first import the compiler, for seconds."""
+    if not tensors[0].is_meta:
+        return torch.cat(list(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return torch.empty(shape, device="meta")
+
+
 # Megatron keeps both halves of a gated MLP in one matrix: act(gate) * up with [gate; up] of shape [2f, h].
-GATE_UP = Pair(torch.cat, lambda tensor: tensor.chunk(2))
+GATE_UP = Pair(cat, lambda tensor: tensor.chunk(2))
 
 
 def qkv(architecture: Architecture) -> Pair:
@@ -35,7 +45,7 @@ def qkv(architecture: Architecture) -> Pair:
     sizes = [architecture.num_attention_heads // groups * d, d, d]
 
     def merge(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
+        return cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
 
     def split(tensor: Tensor) -> list[Tensor]:
         return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)]
@@ -45,9 +55,7 @@ def qkv(architecture: Architecture) -> Pair:
 
 def stacked(pair: Pair) -> Pair:
     """For three tensors of equal size that the other side keeps as one, [q; k; v]."""
-    return Pair(
-        lambda tensors: pair.to_ours(tensors[0].chunk(3)), lambda tensor: [torch.cat(list(pair.to_theirs(tensor)))]
-    )
+    return Pair(lambda tensors: pair.to_ours(tensors[0].chunk(3)), lambda tensor: [cat(pair.to_theirs(tensor))])
 
 
 def transposed(pair: Pair) -> Pair:

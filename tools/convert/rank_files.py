@@ -17,6 +17,7 @@ from torch import Tensor
 from megarlhf.config import UserError
 from megarlhf.models.shapes import VOCABULARY
 from tools.convert import pickles
+from tools.convert.mapping import cat
 from tools.convert.storage import Spec
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?|tp_rank_(\d+)_pp_rank_(\d+)")
@@ -131,14 +132,14 @@ class Reader:
 
     def _merge(self, name: str, parts: list[Tensor], up: list[Tensor] | None) -> Tensor:
         if up is not None:
-            return torch.cat([*parts, *up])
+            return cat([*parts, *up])
         if self._gated and re.fullmatch(r".*linear_fc1\.(weight|bias)", name):  # each rank has [its gate; its up]
             halves = [part.chunk(2) for part in parts]
-            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+            return cat([gate for gate, _ in halves] + [up for _, up in halves])
         if name in VOCABULARY or ROWS.fullmatch(name):
-            return torch.cat(parts)
+            return cat(parts)
         if COLUMNS.fullmatch(name):
-            return torch.cat(parts, dim=1)
+            return cat(parts, dim=1)
         return parts[0]
 
 

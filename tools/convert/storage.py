@@ -48,6 +48,13 @@ def reserve(file: BinaryIO, nbytes: int) -> None:
         os.posix_fallocate(file.fileno(), 0, nbytes)
 
 
+def flush(file: BinaryIO, start: int) -> None:
+    """Let the disk begin with what was written to `file` since `start`, in the background; only a later fsync waits for
+    it. (Linux starts writing pages that are not needed any more.)"""
+    file.flush()
+    os.posix_fadvise(file.fileno(), start, file.tell() - start, os.POSIX_FADV_DONTNEED)
+
+
 class Reader(Protocol):
     specs: dict[str, Spec]
 

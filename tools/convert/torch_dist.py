@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # private, but what `.metadata` of every DCP holds
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,12 +25,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarlhf.config import UserError
 from megarlhf.models.shapes import VOCABULARY
-from tools.convert.storage import Spec, reserve
+from tools.convert.storage import Spec, flush, reserve
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
           "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
@@ -112,19 +112,29 @@ class Reader:
         spec = self.specs[name]
         key, place = self._places[name]
         wanted = _chunk(place, spec)
-        tensor = torch.empty(wanted.sizes, dtype=spec.dtype)
         items = create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], [wanted])
         if sum(item.lengths.numel() for item in items) != spec.numel:
             raise UserError(f"{self.directory}: parts of tensor '{name}' are missing; the checkpoint is incomplete")
-        reader = FileSystemReader(self.directory)
-        reader.set_up_storage_reader(self._metadata, True)
+        tensor = None
         try:
-            reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+            for item in items:
+                part = self._load(item)
+                if part.shape == wanted.sizes:  # the whole, as this converter writes it: no copy
+                    tensor = part
+                    break
+                tensor = torch.empty(wanted.sizes, dtype=spec.dtype) if tensor is None else tensor
+                _part(tensor, item.dest_offsets, item.lengths).copy_(part)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise UserError(
                 f"{self.directory}: tensor '{name}' is damaged ({str(error).splitlines()[0]}); copy it again"
             )
         return tensor.view(spec.shape)
+
+    def _load(self, item: ReadItem) -> Tensor:
+        info = self._metadata.storage_data[item.storage_index]
+        with open(self.directory / info.relative_path, "rb") as file:
+            blob = _create_file_view(file, info.offset, info.length)
+            return _part(torch.load(blob, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths)
 
     def _check_files(self) -> None:
         sizes: dict[str, int] = {}
@@ -184,7 +194,8 @@ class Writer:
             unit = self._units[name]
             reserve(self._file, sum(self._specs[other].nbytes for other in self._specs if self._units[other] == unit))
         start = self._file.tell()
-        torch.save(tensor, self._file)
+        _save(tensor, self._file)
+        flush(self._file, start)
         self._written[name] = (start, self._file.tell() - start)
 
     def close(self) -> dict[str, tuple[int, int]]:
@@ -216,18 +227,20 @@ def _chunk(place: tuple[int, ...], spec: Spec) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-class _Into(DefaultLoadPlanner):
-    """Loads read items into one tensor."""
+def _save(tensor: Tensor, file: BinaryIO) -> None:
+    """torch.save without zip's CRC-32, which nothing that loads these files looks at; the certificate has SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
 
-    def __init__(self, tensor: Tensor):
-        super().__init__()
-        self.tensor = tensor
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        out = self.tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            out = out.narrow(dim, offset, length)
-        return out
+def _part(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 def read_metadata(directory: Path) -> Metadata:
