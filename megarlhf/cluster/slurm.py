@@ -110,7 +110,7 @@ class Job:
             reason = "the job's end is near, or USR1 came" if self.why == _REQUEUE else "TERM came"
             after = request_requeue(reason, self.config) if requeued else "\n  it goes on when it is started again"
             text = f"megarlhf: {reason}: saved and left after step {step} of {total}{after}"
-            print(text, file=sys.stderr, flush=True)
+            print(f"\n{text}", file=sys.stderr, flush=True)  # on a line of its own: the progress bar's is open
         raise SystemExit(0 if requeued else TEMPORARY_FAILURE)
 
 

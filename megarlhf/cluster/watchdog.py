@@ -414,4 +414,4 @@ def _indented(stack: Iterable[str]) -> str:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"\n{text}", file=sys.stderr, flush=True)  # on a line of its own: the progress bar's is open

@@ -169,12 +169,16 @@ def numbers(run: Path) -> list[dict[str, float]]:
 
 # --------------------------------------------------------------------------------------------------- scenarios
 
+REQUEUED = (
+    r"^megarlhf: the job's end is near, or USR1 came: saved and left after step (\d+) of 10\n +the job is requeued \("
+)
+
 
 def a_time_limit_of_two_minutes(site: Site) -> None:
     """For a run of more than two minutes: each step takes twelve seconds."""
     job = site.submit("limit", "job.margin_minutes=0.5", pause=12, flags=("--time=2", "--signal=USR1@1"))
     job.completes()
-    left = re.findall(r"the job's end is near, or USR1 came: saved and left after step (\d+) of 10", job.text())
+    left = re.findall(REQUEUED, job.text(), re.MULTILINE)
     assert left and int(job.show("Restarts")) == len(left), job.text()
     assert "DUE TO TIME LIMIT" not in job.text()
     site.assert_as_straight(job)
@@ -209,7 +213,7 @@ def kill_9(site: Site) -> None:
         job.requeued(restarts)
     job.hurry()
     job.completes()
-    assert job.text().count("ended without a word") == 2
+    assert len(re.findall("megarlhf[^\n]*ended without a word", job.text())) == 2
     assert "Traceback" not in job.text()
     site.assert_as_straight(job)
 
@@ -237,9 +241,7 @@ def asked_to_leave(site: Site) -> None:
     job.requeued(1)
     job.saves()
     assert site.cluster.run("scancel", "--signal=USR1", job.id, timeout=60).returncode == 0
-    step = int(
-        job.says(r"near, or USR1 came: saved and left after step (\d+) of 10\n +the job is requeued \(restart 2")[1]
-    )
+    step = int(job.says(REQUEUED)[1])
     assert job.saved() == step
     job.requeued(2)
     job.hurry()
@@ -252,7 +254,11 @@ def cancelled(site: Site) -> None:
     job = site.submit("cancel", pause=1)
     job.saves()
     assert site.cluster.run("scancel", "--signal=TERM", job.id, timeout=60).returncode == 0
-    step = int(job.says(r"TERM came: saved and left after step (\d+) of 10\n +it goes on when it is started again")[1])
+    step = int(
+        job.says(r"^megarlhf: TERM came: saved and left after step (\d+) of 10\n +it goes on when it is started again")[
+            1
+        ]
+    )
     assert (job.ends(SEEN), job.show("ExitCode")) == ("FAILED", "75:0")
     assert job.saved() == step
     job = site.submit("cancel")
