@@ -47,6 +47,7 @@ def test_the_weights_of_the_hugging_face_model(fixture, shared, tmp_path):
     for text in ("The quick brown fox", "12 + 7 = 19"):
         assert got.encode(text) == expected.encode(text)
     assert got.eos_id == expected.eos_id
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == expected.eos_id
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ours"]  # no unpacked archive is left
 
 

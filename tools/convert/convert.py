@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from megarlhf.config import UserError
+from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.shapes import Shape
 from megarlhf.models.spec import Architecture
@@ -175,6 +176,12 @@ def _exported(source: Path, options: Options) -> tuple[Source, dict[str, Any], t
         ignored.append(name)
     if (model / KEPT_CONFIG).is_file():
         config = {**huggingface.read_json(model / KEPT_CONFIG), **config}
+    elif tokenizer:  # of NeMo or Megatron-LM, where the tokenizer alone says it; transformers' defaults would be others
+        try:
+            tokens = load_tokenizer(tokenizer)
+            config |= {f"{name}_token_id": getattr(tokens, f"{name}_id") for name in ("bos", "eos", "pad")}
+        except UserError as error:
+            notes += (f"config.json names no special tokens: {error}",)
     expected = registry.our_shapes(architecture, scalar)
     if scalar:
         missing = [name for name in registry.CONSTANTS if name not in reader.specs]
