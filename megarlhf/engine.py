@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -180,9 +179,10 @@ class Engine:
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
-            for part in self.optimizer.chained_optimizers:
-                if self.optimizer_config.clip_grad > 0:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.optimizer_config.clip_grad, norm)
+            limit = self.optimizer_config.clip_grad
+            if 0 < limit < norm:
+                parameters = [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / (norm + 1e-6))
             self.optimizer.step_with_ready_grads()
         return norm
 

@@ -20,6 +20,7 @@ import logging
 import multiprocessing.managers
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +33,7 @@ import torch.utils._device
 
 from megarlhf.cluster import launch
 from megarlhf.cluster.launch import Rendezvous
+from megarlhf.kernels import cpu
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -80,7 +82,7 @@ def describe() -> dict[str, str]:
         "layers": "transformer-engine" if _has_transformer_engine() else "megatron local",
         "attention": "scaled_dot_product_attention",
         "adam": _adam_name(),
-        "gradient accumulation": "fused (apex)" if _has_apex_wgrad() else "autograd",
+        "gradient accumulation": "fused" if not on_cuda() or _has_apex_wgrad() else "autograd",
     }
 
 
@@ -121,12 +123,12 @@ def transformer_overrides(swiglu: bool) -> dict:
     engine = _has_transformer_engine()
     return dict(
         use_cpu_initialization=not on_cuda(),
-        bias_activation_fusion=on_cuda() and swiglu,
+        bias_activation_fusion=swiglu,
         bias_dropout_fusion=on_cuda(),
         masked_softmax_fusion=False,
         apply_rope_fusion=engine,
         persist_layer_norm=engine,
-        gradient_accumulation_fusion=_has_apex_wgrad(),
+        gradient_accumulation_fusion=not on_cuda() or _has_apex_wgrad(),
     )
 
 
@@ -201,8 +203,18 @@ def normalize(
         x, kind = plain(x.float(), weight.shape, eps=config.layernorm_epsilon) * (1 + weight.float()), x.dtype
         return (x if bias is None else x + bias.float()).to(kind)
     if config.normalization == "RMSNorm":
+        if not on_cuda():
+            return cpu.rms_norm(x, weight, config.layernorm_epsilon)
         return F.rms_norm(x, weight.shape, weight, config.layernorm_epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)
+
+
+def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of weight [V, H]. On CPU a gradient goes straight to `weight.main_grad`; on a GPU the order in which rows
+    are added there would not be the same every time."""
+    if not on_cuda() and weight.requires_grad and torch.is_grad_enabled():
+        return cpu.embed(weight, ids)
+    return F.embedding(ids, weight)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -244,6 +256,15 @@ class _Captured:
 def memory() -> tuple[int, int]:
     """(free, total) bytes of the device; (0, 0) on CPU, whose memory is not ours alone."""
     return torch.cuda.mem_get_info() if on_cuda() else (0, 0)
+
+
+def release_memory() -> None:
+    """Give memory that is free but held back to the device, on CPU to the system: what building and loading left."""
+    if on_cuda():
+        torch.cuda.empty_cache()
+    else:
+        with contextlib.suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def synchronize() -> None:
@@ -492,7 +513,34 @@ def _on_cpu(factory):
     return create
 
 
+def _rotary(plain):
+    """Megatron's rotary embedding, in fewer passes where it is the usual one."""
+
+    @functools.wraps(plain)
+    def apply(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
+        if rotary_interleaved or multi_latent_attention or t.dtype != torch.float32:
+            return plain(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        return cpu.rotate(t, freqs, mscale)
+
+    return apply
+
+
+def _alone(collective):
+    """`collective`(output, input, group=...) among one rank: the same memory stays as it is. gloo copies it twice."""
+
+    @functools.wraps(collective)
+    def call(output, source, *args, **kwargs):
+        group = kwargs.get("group")
+        if dist.get_world_size(group) > 1 or args or output.data_ptr() != source.data_ptr():
+            return collective(output, source, *args, **kwargs)
+
+    return call
+
+
 def _import_megatron_on_cpu() -> None:
+    dist.all_gather_into_tensor = _alone(dist.all_gather_into_tensor)  # megatron binds them when it is imported
+    dist.reduce_scatter_tensor = _alone(dist.reduce_scatter_tensor)
+    sys.modules["fused_weight_gradient_mlp_cuda"] = cpu  # apex's place
     # megatron decorates functions with torch.compile while it is imported, which alone costs seconds (dynamo, inductor)
     # and a C++ compiler at the first call.
     compile_ = torch.compile
@@ -506,8 +554,12 @@ def _import_megatron_on_cpu() -> None:
         torch.compile = compile_
     megatron.core.jit.disable_jit_fuser()  # for what megatron imports later
 
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.mlp as mlp
 
+    mlp.bias_swiglu_impl = lambda x, bias, *_: cpu.swiglu(x if bias is None else x + bias)
+    rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns that the CPU generator moves inside a fork of the GPU's; here they are one.

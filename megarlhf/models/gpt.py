@@ -16,6 +16,7 @@ from megarlhf.batch import Sequences
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 from megarlhf.models.attention import Attention
+from megarlhf.models.embedding import WordEmbedding
 from megarlhf.models.heads import ScalarHead, WordHead
 from megarlhf.models.residual import ParallelResidualLayer
 from megarlhf.models.spec import Architecture
@@ -66,6 +67,8 @@ class GPT(GPTModel):
         # In the embedding's own precision, as transformers has it: bf16 makes 55.5 of sqrt(3072).
         scale = math.sqrt(config.hidden_size) if architecture.scale_embedding else 1.0
         self.embedding_scale = torch.tensor(scale, dtype=config.params_dtype).item()
+        if first:
+            self.embedding.word_embeddings.__class__ = WordEmbedding
         if architecture.rope_scaling:
             self.rotary_pos_emb.inv_freq = scaled_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if not last:

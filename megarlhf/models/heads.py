@@ -48,6 +48,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
             vocab_size=vocab_size,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
         )
 
         outputs = {"logprobs": self._response_aligned(output.logprobs, counted, sequences)}
