@@ -38,8 +38,10 @@ def build(
     dropout: float = 0.0,
     recompute: Literal["none", "selective", "full"] = "none",
     seed: int = 0,
+    awaits_checkpoint: bool = False,
 ) -> Engine:
-    """An Engine for `role` on this layout with weights initialised from `seed`; it trains if it gets an optimizer."""
+    """An Engine for `role` on this layout with weights initialised from `seed`; it trains if it gets an optimizer. One
+    that `awaits_checkpoint` has only its scalar head initialised: drawing billions of numbers takes minutes."""
     config = transformer_config(
         architecture, parallel=topology.parallel, dtype=DTYPES[dtype], dropout=dropout, recompute=recompute
     )
@@ -47,7 +49,7 @@ def build(
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # megatron's modules want its generators to exist
     chunks = [GPT(architecture, config, topology, HEADS[role], vp_stage=stage) for stage in stages]
     for chunk in chunks:
-        initialize(chunk, topology, seed)
+        initialize(chunk, topology, seed, head_only=awaits_checkpoint)
     return Engine(
         chunks,
         config,
@@ -60,17 +62,17 @@ def build(
 
 
 @torch.no_grad()
-def initialize(chunk: GPT, topology: Topology, seed: int) -> None:
+def initialize(chunk: GPT, topology: Topology, seed: int, head_only: bool = False) -> None:
     """Initial weights that do not depend on the layout: each full tensor is drawn on the CPU from a generator keyed by
     (seed, name), and this rank keeps its shard.
 
     GPT-2's scheme: normal(0, init_std), the projections back into the residual stream scaled by 1 / sqrt(2 L), norms
     one (zero where they scale by 1 + weight), biases zero. A critic's head is zero (detail P2), a reward head
-    normal(0, 1 / sqrt(H + 1)) (detail R2).
+    normal(0, 1 / sqrt(H + 1)) (detail R2). With `head_only` all but the scalar head is zero.
     """
     architecture, size, rank = chunk.architecture, topology.parallel.tensor, topology.tensor_rank
     for name, parameter in chunk.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith("bias") or (head_only and not name.startswith("value_head.")):
             parameter.zero_()
             continue
         if "norm" in name:

@@ -95,7 +95,9 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     from megarlhf.models.build import build
 
     watchdog.phase("load")
-    engine = build("actor", plan.architecture, topology, micro_batch_size=1, dtype=settings.dtype)
+    engine = build(
+        "actor", plan.architecture, topology, micro_batch_size=1, dtype=settings.dtype, awaits_checkpoint=True
+    )
     checkpoint.load(engine, plan.source, weights_only=True)
     policy = Sampler(
         engine,

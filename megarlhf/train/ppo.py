@@ -10,7 +10,7 @@ from typing import Literal
 from megarlhf import checkpoint, config
 from megarlhf.algorithms.ppo import OPENAI_2019, PPOConfig
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
-from megarlhf.cluster import launch
+from megarlhf.cluster import backend, launch
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
@@ -270,6 +270,7 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
             checkpoint.load(average, start.resume_from / "average", weights_only=True)
         else:
             average.follow(actor, 0.0)
+    backend.release_memory()  # what building and loading left
 
     policy_sampler = Sampler(
         actor, settings.sampler, prompt_length=settings.prompts.length, seed=settings.seed,

@@ -103,6 +103,8 @@ def load_reward_model(
 
     directory = find_model(path, "reward")
     architecture = Architecture.load(directory)
-    engine = build("reward", architecture, topology, micro_batch_size=micro_batch_size, dtype=dtype)
+    engine = build(
+        "reward", architecture, topology, micro_batch_size=micro_batch_size, dtype=dtype, awaits_checkpoint=True
+    )
     checkpoint.load(engine, directory, weights_only=True)
     return engine

@@ -100,6 +100,7 @@ def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str,
         dropout=settings.model.dropout,
         recompute=settings.model.recompute,
         seed=settings.seed,
+        awaits_checkpoint=settings.model.checkpoint is not None,
     )
 
 
