@@ -159,10 +159,7 @@ def _facts(rendezvous: Rendezvous, config: str) -> Facts:
             versions[name] = "missing"
     free, total = backend.memory()
     device = backend.device()
-    # about 0.2 ms on a current device; on CPU small enough for a laptop
-    size, dtype = (4096, torch.bfloat16) if backend.on_cuda() else (256, torch.float32)
-    square = torch.ones(size, size, dtype=dtype, device=device)
-    matmul = _best(lambda: torch.mm(square, square))
+    _, matmul = _matmul()
     numbers = torch.zeros(2**22 if backend.on_cuda() else 2**16, device=device)
     all_reduce = _best(lambda: dist.all_reduce(numbers))
     dist.barrier()
@@ -170,6 +167,19 @@ def _facts(rendezvous: Rendezvous, config: str) -> Facts:
         rendezvous.rank, rendezvous.node, time.time(), versions, hashlib.sha256(config.encode()).hexdigest()[:12],
         free, total, matmul, all_reduce,
     )  # fmt: skip
+
+
+def matmul_rate() -> float:
+    """FLOP/s of this rank in large matrix products, bfloat16 on a GPU and float32 on a CPU."""
+    flops, seconds = _matmul()
+    return flops / seconds
+
+
+def _matmul() -> tuple[int, float]:
+    """FLOPs and seconds of a product that takes about 0.2 ms on a current GPU and a few ms on a CPU."""
+    size, dtype = (4096, torch.bfloat16) if backend.on_cuda() else (512, torch.float32)
+    square = torch.ones(size, size, dtype=dtype, device=backend.device())
+    return 2 * size**3, _best(lambda: torch.mm(square, square))
 
 
 def _best(work: Callable[[], object]) -> float:

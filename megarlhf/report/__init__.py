@@ -49,6 +49,7 @@ class Run:
     records: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     audit: list[dict[str, str]]
+    work: dict[str, Any]
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for record in self.records for name in record))
@@ -111,7 +112,7 @@ def read(directory: Path) -> Run:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{directory / 'run.yaml'}: not a configuration in YAML; put that of the run there again")
-    audit = directory / "audit.json"
+    audit, work = directory / "audit.json", directory / "work.json"
     return Run(
         name=directory.resolve().name,
         yaml=text,
@@ -119,6 +120,7 @@ def read(directory: Path) -> Run:
         records=list(_objects(directory / "metrics.jsonl")),
         samples=[row for row in _objects(directory / "samples.jsonl") if {"query", "response"} <= row.keys()],
         audit=json.loads(audit.read_text(encoding="utf-8")) if audit.is_file() else [],
+        work=json.loads(work.read_text(encoding="utf-8")) if work.is_file() else {},
     )
 
 
@@ -199,7 +201,8 @@ def _grid(run: Run, charts: tuple[Chart, ...]) -> str:
 
 
 def _phases(run: Run) -> str:
-    """How the time of a step is spent, over the run and typically."""
+    """How the time of a step is spent, over the run and typically, and how much of the machine's matmul rate that is
+    (train/work.py)."""
     names = [name for name in run.names() if name.startswith("time/") and name != "time/step"]
     rows = [(record["step"], [record.get(name) or 0.0 for name in names]) for record in run.records if names]
     rows = [row for row in rows if any(row[1])]
@@ -212,11 +215,26 @@ def _phases(run: Run) -> str:
         share = sum(times) / whole
         lines.append(
             f'<tr><td><span class="key c{index}">{escape(name)}</span></td><td>{median(times):.3g} s</td>'
-            f'<td><i class="c{index}" style="width:{share * 120:.0f}px"></i>{share:.1%}</td></tr>'
+            f'<td><i class="c{index}" style="width:{share * 120:.0f}px"></i>{share:.1%}</td>'
+            f"{_roofline(run.work, name, median(times))}</tr>"
         )
     lines.append(f"<tr><td>step</td><td>{median(sum(seconds) for _, seconds in rows):.3g} s</td><td></td></tr>")
-    head = "<tr><th>phase</th><th>median</th><th>share of all steps</th></tr>"
+    head = "<tr><th>phase</th><th>median</th><th>share of all steps</th>"
+    if run.work:
+        head += f"<th>GFLOP</th><th>GB at least</th><th>of {run.work['matmul'] / 1e9:,.0f} GFLOP/s (matmul)</th>"
+    head += "</tr>"
     return f'<div class="phases">{stacked(short, rows)}<table>{head}{"".join(lines)}</table></div>'
+
+
+def _roofline(work: dict[str, Any], phase: str, seconds: float) -> str:
+    """The cells of a phase: its arithmetic, its traffic, and the share of the matmul rate that it reached."""
+    if not work:
+        return ""
+    todo = work["phases"].get(phase)
+    if todo is None or not seconds:
+        return "<td></td><td></td><td></td>"
+    share = todo["flops"] / seconds / work["matmul"]
+    return f"<td>{todo['flops'] / 1e9:,.3g}</td><td>{todo['bytes'] / 1e9:,.3g}</td><td>{share:.1%}</td>"
 
 
 def _samples(run: Run) -> str:

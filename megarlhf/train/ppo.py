@@ -10,7 +10,7 @@ from typing import Literal
 from megarlhf import checkpoint, config
 from megarlhf.algorithms.ppo import OPENAI_2019, PPOConfig
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
-from megarlhf.cluster import backend, launch
+from megarlhf.cluster import backend, launch, preflight
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
@@ -25,7 +25,7 @@ from megarlhf.metrics import Log
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, ModelConfig
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import audit, online, scoring, setup
+from megarlhf.train import audit, online, scoring, setup, work
 from megarlhf.train.online import GuardConfig, Players, Progress
 from megarlhf.train.setup import Start
 from megarlhf.train.state import LogConfig
@@ -315,6 +315,8 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
     directory = Path(settings.run)
     if topology.rank == 0:
         audit.save(settings, directory / "audit.json")
+        rate = preflight.matmul_rate() * topology.world_size
+        work.save(work.ppo_step(settings, start.architecture, topology.data_size), rate, directory / "work.json")
     roles = ("actor", *(() if shared else ("critic",)), *(() if average is None else ("average",)))
     with Log(
         directory, enabled=topology.rank == 0, start=progress.step, total=training.steps, unit="step",

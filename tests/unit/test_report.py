@@ -172,6 +172,16 @@ def test_phases(tmp_path):
         assert text in page.text("td"), text
 
 
+def test_phases_against_the_matmul_rate(tmp_path):
+    work = {"matmul": 50e9, "phases": {"learn": {"flops": 60e9, "bytes": 2e9}}}
+    make(tmp_path, ppo_records(5))
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    page = Page(report.render(tmp_path))
+    for text in ("60", "2", "40.0%"):  # 60 GFLOP in 3 s of 50 GFLOP/s
+        assert text in page.text("td"), text
+    assert "50 GFLOP/s" in page.text("th")
+
+
 def test_samples_of_both_ends_stand_side_by_side(tmp_path):
     samples = [sample(1, "q1", "a"), sample(1, "q2", "b"), sample(3, "other", "?"), sample(5, "q2", "c")]
     page = render(tmp_path, ppo_records(5), samples)

@@ -1,0 +1,102 @@
+"""How much there is to compute in a step of PPO: what `megarlhf report` and bench/scaling.py hold the time against.
+
+FLOPs are of matrix products alone, a multiplication and an addition each one; a backward pass is two forward passes.
+Bytes are the least that must come from memory: weights, gradients, optimizer states and caches; activations, which may
+stay in caches, are not counted. Both are of all ranks together.
+
+Legend: B responses a step, P prompt and R response tokens, S = P + R, L layers, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarlhf.models.locate import find_model
+from megarlhf.models.spec import Architecture
+
+if TYPE_CHECKING:
+    from megarlhf.train.ppo import PPORunConfig
+
+ADAM_BYTES = 28  # a parameter: fp32 gradient read; moments and fp32 weight read and written
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one phase of one step."""
+
+    flops: float
+    bytes: float
+
+
+def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int) -> dict[str, Work]:
+    """{phase: Work} under the names of the loop's clock. The gate, which seldom runs, is not counted."""
+    training, response = settings.training, settings.sampler.response_length
+    rows, prompt = training.batch_size, settings.prompts.length
+    length = prompt + response
+    size = 2 if settings.model.dtype == "bf16" else 4
+    body, head = layer_parameters(architecture) * architecture.num_layers, _head(architecture)
+    whole, words = trunk(architecture, rows * length, length), 2.0 * rows * response * head
+    micro_batches = rows / training.micro_batch_size
+    shared = settings.critic.kind == "shared"
+
+    per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share its pass
+    decoded = 2.0 * body * rows * response + _attention(architecture, rows * response, prompt + response / 2)
+    streams = data_size * max(1, -(-rows // data_size // settings.sampler.micro_batch_size))
+    cache = 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
+    sample = Work(
+        trunk(architecture, per_prompt * prompt, prompt) + decoded + words,
+        size * (streams * (response + 1) * (body + head) + rows * response * (prompt + response / 2) * cache),
+    )
+
+    judges = [
+        Architecture.load(find_model(source.checkpoint, "reward"))
+        for source in settings.scoring.sources
+        if source.checkpoint is not None
+    ]
+    score = Work(
+        sum(trunk(judge, rows * length, length) for judge in judges),
+        sum(size * micro_batches * layer_parameters(judge) * judge.num_layers for judge in judges),
+    )
+    models = 2 if shared else 3  # policy, reference, critic
+    evaluate = Work(models * whole + 2 * words, size * micro_batches * (models * body + 2 * head))
+
+    trained = (body + head) if shared else (2 * body + head)
+    passes = 4 if settings.model.recompute == "full" else 3
+    policies = 1 if shared else 2
+    updates = training.epochs * training.minibatches
+    learn = Work(
+        training.epochs * (policies * passes * whole + 3 * words),
+        training.epochs * micro_batches * trained * (2 * size + 8) + updates * trained * ADAM_BYTES,
+    )
+    return {"sample": sample, "score": score, "evaluate": evaluate, "learn": learn}
+
+
+def trunk(architecture: Architecture, tokens: float, length: float) -> float:
+    """FLOPs of a forward pass of the layers over `tokens` in rows of `length`, causal."""
+    parameters = layer_parameters(architecture) * architecture.num_layers
+    return 2.0 * parameters * tokens + _attention(architecture, tokens, length / 2)
+
+
+def layer_parameters(architecture: Architecture) -> int:
+    """Elements of the matrices of a layer."""
+    h, d = architecture.hidden_size, architecture.kv_channels
+    attention = h * d * (2 * architecture.num_attention_heads + 2 * architecture.num_query_groups)
+    return attention + h * architecture.ffn_hidden_size * (3 if architecture.gated_mlp else 2)
+
+
+def _attention(architecture: Architecture, queries: float, keys: float) -> float:
+    """FLOPs of scores and weighted values of all layers, each query with `keys` keys."""
+    return 4.0 * queries * keys * architecture.num_layers * architecture.num_attention_heads * architecture.kv_channels
+
+
+def _head(architecture: Architecture) -> int:
+    return architecture.hidden_size * architecture.vocab_size
+
+
+def save(work: dict[str, Work], matmul: float, path: Path) -> None:
+    """For `megarlhf report`; `matmul`: FLOP/s of all ranks together in large matrix products."""
+    rows: dict[str, Any] = {"matmul": matmul, "phases": {name: asdict(phase) for name, phase in work.items()}}
+    path.write_text(json.dumps(rows, indent=1) + "\n")
