@@ -1,0 +1,244 @@
+"""One PPO step against TRL's PPO trainer (`trl==1.12.0`, the last release that has one).
+
+    python -m bench.ppo_step [--quick] [--runs N] [--json FILE] [--png FILE]
+
+The same Llama weights (policy, reward model; the critic starts from the reward model), prompts, lengths, batch and
+epochs, float32, one thread a process. The systems alternate, run by run, each in fresh processes; the figures are
+medians over runs of the median step, the first and the last step of a run not counted. CPU seconds are of all threads
+and all processes, peak memory is the sum of the processes' peak resident sets. TRL gets its own virtual environment
+(build/trl, made at the first call, with the torch and transformers of constraints.txt). `shared`: megarlhf with the
+value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, the faster way for it here, and
+once more in micro-batches of 8 (`trl-8`), which saves it memory; megarlhf always in micro-batches of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TRL = ROOT / "build" / "trl"
+THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+PHASES = ("generation", "scoring", "training", "other")
+PROMPT = 64
+CONFIGURATIONS = {
+    "L4 H256 V32000 B32 R24 E4": dict(layers=4, hidden=256, vocab=32000, batch=32, response=24, epochs=4),
+    "L2 H128 V2048 B32 R24 E4": dict(layers=2, hidden=128, vocab=2048, batch=32, response=24, epochs=4),
+    "L4 H256 V32000 B16 R64 E1": dict(layers=4, hidden=256, vocab=32000, batch=16, response=64, epochs=1),
+}
+OURS = {
+    "megarlhf": dict(system="megarlhf", overrides=["critic.kind=separate", "critic.checkpoint={models}/reward"]),
+    "shared": dict(system="megarlhf", overrides=["critic.kind=shared"]),
+}
+SYSTEMS = {
+    "trl": dict(system="trl", micro_batch=1024),
+    "megarlhf": OURS["megarlhf"],
+    "trl-8": dict(system="trl", micro_batch=8),
+    "shared": OURS["shared"],
+}
+FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
+# Two processes: data parallel for both; tensor parallel is ours alone.
+TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model, one run of each: under a minute")
+    parser.add_argument("--runs", type=int, default=3, help="of each system and configuration")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart (needs matplotlib)")
+    arguments = parser.parse_args()
+    python = environment()
+    figures = []
+    for name, sizes in CONFIGURATIONS.items():
+        if arguments.quick and "V2048" not in name:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            bench = Bench(Path(directory), sizes, python)
+            for processes in (1,) if arguments.quick else (1, 2):
+                figures.append({"configuration": name, "processes": processes,
+                                "systems": bench.measure(processes, arguments.runs, arguments.quick)})  # fmt: skip
+                report(figures[-1])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if arguments.png:
+        draw(figures, arguments.png)
+
+
+def environment() -> Path:
+    """The Python that has TRL; its packages are installed once."""
+    python, done = TRL / "bin" / "python", TRL / ".installed"
+    if not done.exists():
+        print(f"installing trl==1.12.0 in {TRL}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(TRL)], check=True)
+        pins = str(ROOT / "constraints.txt")
+        torch = next(line for line in Path(pins).read_text().splitlines() if line.startswith("torch=="))
+        for packages in ([torch], ["trl==1.12.0", "transformers"]):
+            subprocess.run([str(python), "-m", "pip", "install", "-q", "-c", pins, *packages], check=True)
+        done.touch()
+    return python
+
+
+class Bench:
+    """The models and prompts of one configuration, and its runs."""
+
+    def __init__(self, directory: Path, sizes: dict, python: Path):
+        self.directory, self.sizes, self.python, self.count = directory, sizes, python, 0
+        models(directory, sizes)
+
+    def measure(self, processes: int, runs: int, quick: bool) -> dict[str, dict]:
+        """{system: {phase: {"cpu", "wall", "runs"}, ..., "peak": bytes}}; `cpu` and `wall` seconds a step."""
+        if processes == 2:
+            systems = {name: {**SYSTEMS.get(name, SYSTEMS["megarlhf"])} for name in TWO}
+            for name, more in TWO.items():
+                systems[name]["overrides"] = [*systems[name].get("overrides", []), *more]
+        else:
+            systems = {name: SYSTEMS[name] for name in (["trl", "megarlhf"] if quick else SYSTEMS)}
+        results = {name: [] for name in systems}
+        for _ in range(1 if quick else runs):
+            for name, system in systems.items():
+                results[name].append(self.run(system, processes, steps=4 if quick else 5))
+        return {name: summary(parts) for name, parts in results.items()}
+
+    def run(self, system: dict, processes: int, steps: int) -> dict:
+        """One run in fresh processes: {phase: {"cpu", "wall"} of the median step, "peak"}, summed over processes."""
+        self.count += 1
+        out = self.directory / f"out{self.count}"
+        files = {name: str(self.directory / file) for name, file in FILES.items()}
+        spec = {**self.sizes, **system, **files, "out": str(out), "steps": steps}
+        if system["system"] == "megarlhf":
+            spec |= our_settings(self.directory, self.sizes, system["overrides"], out, steps)
+        path = self.directory / f"spec{self.count}.json"
+        path.write_text(json.dumps(spec))
+        python = str(self.python) if system["system"] == "trl" else sys.executable
+        launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [python, *launcher, str(ROOT / "bench" / "ppo_child.py"), str(path)],
+            env={**os.environ, **THREADS, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"{' '.join(done.args)} failed:\n{done.stdout[-4000:]}")
+        return medians([json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(processes)])
+
+
+def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, steps: int) -> dict:
+    """The part of a child's SPEC for `megarlhf ppo` on the models in `directory`."""
+    settings = {
+        "run": f"{out}.run",
+        "model": {"checkpoint": f"{directory}/policy", "dtype": "fp32"},
+        "prompts": {"path": f"{directory}/prompts.jsonl", "length": PROMPT},
+        "sampler": {"response_length": sizes["response"], "micro_batch_size": sizes["batch"]},
+        "scoring": {"sources": [{"checkpoint": f"{directory}/reward"}]},
+        "training": {"steps": steps, "batch_size": sizes["batch"], "epochs": sizes["epochs"], "micro_batch_size": 8},
+        "optimizer": {"lr": 1e-5},
+        "checkpoint": {"every": 1000},
+    }
+    config = Path(f"{out}.yaml")
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    return {"config": str(config), "overrides": [part.replace("{models}", str(directory)) for part in overrides]}
+
+
+def medians(ranks: list[list[dict]]) -> dict:
+    """{phase: {"cpu", "wall"} of the median step, "peak"}: CPU seconds and bytes of all ranks, wall seconds of the
+    slowest. The first step warms up, and after the last a checkpoint is written: neither counts."""
+    result = {}
+    for phase in PHASES:
+        counted = [[step.get(phase, {"cpu": 0, "wall": 0}) for step in rank[1:-1]] for rank in ranks]
+        result[phase] = {
+            "cpu": sum(statistics.median(step["cpu"] for step in rank) for rank in counted),
+            "wall": max(statistics.median(step["wall"] for step in rank) for rank in counted),
+        }
+    result["peak"] = sum(max(phase["peak"] for step in rank[1:-1] for phase in step.values()) for rank in ranks)
+    return result
+
+
+def models(directory: Path, sizes: dict) -> None:
+    """A random policy and reward model of transformers, the same converted, and prompts of exactly PROMPT words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    from tools.convert.convert import hf2megatron
+
+    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(sizes["vocab"] - 3))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="left"
+    )
+    config = LlamaConfig(
+        num_hidden_layers=sizes["layers"], hidden_size=sizes["hidden"], intermediate_size=sizes["hidden"] * 11 // 4,
+        num_attention_heads=sizes["hidden"] // 32, num_key_value_heads=sizes["hidden"] // 32,
+        vocab_size=sizes["vocab"], max_position_embeddings=1024, tie_word_embeddings=False, pad_token_id=0,
+        bos_token_id=None, eos_token_id=1, num_labels=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for role, model in (("policy", LlamaForCausalLM(config)), ("reward", LlamaForSequenceClassification(config))):
+        model.save_pretrained(directory / f"hf_{role}")
+        tokenizer.save_pretrained(directory / f"hf_{role}")
+        hf2megatron(directory / f"hf_{role}", directory / role)
+    rows = torch.randint(3, sizes["vocab"], (sizes["batch"] * 8, PROMPT)).tolist()
+    (directory / "prompts.json").write_text(json.dumps(rows))
+    lines = (json.dumps({"prompt": tokenizer.decode(row)}) for row in rows)
+    (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def summary(runs: list[dict]) -> dict:
+    """Medians over runs, with every run's own figures for the spread."""
+    result = {}
+    for phase in PHASES:
+        result[phase] = {kind: statistics.median(run[phase][kind] for run in runs) for kind in ("cpu", "wall")}
+    totals = [{kind: sum(run[phase][kind] for phase in PHASES) for kind in ("cpu", "wall")} for run in runs]
+    result["step"] = {kind: statistics.median(total[kind] for total in totals) for kind in ("cpu", "wall")}
+    result["runs"] = [total["cpu"] for total in totals]
+    result["peak"] = statistics.median(run["peak"] for run in runs)
+    return result
+
+
+def report(figures: dict) -> None:
+    systems = figures["systems"]
+    peer = systems["trl"]
+    print(f"\n{figures['configuration']}, {figures['processes']} process(es): CPU seconds a step (ratio to trl)")
+    print(f"{'':10}" + "".join(f"{phase:>18}" for phase in (*PHASES, "step")) + f"{'wall':>16}{'peak MiB':>18}")
+    for name, system in systems.items():
+        cells = [(system[phase]["cpu"], peer[phase]["cpu"]) for phase in (*PHASES, "step")]
+        line = "".join(f"{own:>10.3f} ({own / max(other, 1e-9):4.2f}x)" for own, other in cells)
+        wall = f"{system['step']['wall']:>9.2f} ({system['step']['wall'] / peer['step']['wall']:4.2f}x)"
+        print(f"{name:10}{line}{wall}{system['peak'] / 2**20:>10.0f} ({system['peak'] / peer['peak']:4.2f}x)")
+    spread = (f"{name} {min(system['runs']):.2f}-{max(system['runs']):.2f}" for name, system in systems.items())
+    print("  spread of the step's CPU seconds over runs: " + ", ".join(spread), flush=True)
+
+
+def draw(figures: list[dict], path: Path) -> None:
+    """Stacked bars of the phases' CPU seconds as shares of TRL's step, one group a configuration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(figures), figsize=(4 * len(figures), 4), sharey=True, squeeze=False)
+    for axis, one in zip(axes[0], figures, strict=True):
+        names, whole = list(one["systems"]), one["systems"]["trl"]["step"]["cpu"]
+        below = [0.0] * len(names)
+        for phase in PHASES:
+            shares = [one["systems"][name][phase]["cpu"] / whole for name in names]
+            axis.bar(names, shares, bottom=below, label=phase)
+            below = [a + b for a, b in zip(below, shares, strict=True)]
+        for x, top in enumerate(below):
+            axis.text(x, top, f"{top:.2f}", ha="center", va="bottom")
+        axis.set_title(f"{one['configuration']}\n{one['processes']} process(es)", fontsize=9)
+    axes[0][0].set_ylabel("CPU seconds a step, TRL = 1")
+    axes[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
