@@ -25,7 +25,7 @@ from tools.convert import certificate, huggingface, registry, sources, torch_dis
 from tools.convert.certificate import Hashes
 from tools.convert.registry import Step
 from tools.convert.sources import KEPT_CONFIG, KEPT_GENERATION, OFFSET, Source
-from tools.convert.storage import Reader, Spec, Writer, completed
+from tools.convert.storage import Reader, Spec, Writer, completed, read_together
 from tools.convert.workers import Workers
 
 OTHER_HEAD = {False: "value_head.", True: "output_layer."}  # by whether a scalar head is exported
@@ -271,7 +271,9 @@ def transfer(
             try:
                 for step in mine:
                     nbytes = sum(reader.specs[name].nbytes for name in step.inputs)
-                    whole = nbytes + sum(specs[name].nbytes for name in step.outputs)
+                    whole = nbytes
+                    if [reader.specs[name] for name in step.inputs] != [specs[name] for name in step.outputs]:
+                        whole += sum(specs[name].nbytes for name in step.outputs)  # else they are the same tensor
                     while under_way and sum(held for held, _ in under_way) + whole > room:
                         _settle(under_way)
                     under_way.append((whole, _run(step, reader, writer, specs, pool, read, written)))
@@ -306,7 +308,7 @@ def _share(writer: Writer, specs: dict[str, Spec], steps: Sequence[Step], worker
 
 def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, read: Hashes, written: Hashes):
     """One step; its hashes are under way. They hold its tensors, and nothing else does once this returns."""
-    inputs = [reader.read(name) for name in step.inputs]
+    inputs = read_together(reader, step.inputs)
     outputs = [
         tensor.to(specs[name].dtype).contiguous()
         for name, tensor in zip(step.outputs, step.convert(inputs), strict=True)

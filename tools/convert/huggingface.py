@@ -86,15 +86,20 @@ class Reader:
         self._records = {prefix + name: record for name, record in self._records.items()}
 
     def read(self, name: str) -> Tensor:
-        spec, record = self.specs[name], self._records[name]
-        if isinstance(record, Tensor):
-            return record.clone()
+        spec = self.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        record = self._records[name]
+        if isinstance(record, Tensor):
+            tensor.copy_(record)
+            return
         with open(record.file, "rb") as file:
             file.seek(record.offset)
-            if file.readinto(_bytes(tensor)) != spec.nbytes:
+            if file.readinto(_bytes(tensor)) != self.specs[name].nbytes:
                 raise UserError(f"{record.file}: ends within tensor '{name}'; fetch the file again")
-        return tensor
 
     def _open_index(self, path: Path, open_shard: Callable[[Path], None]) -> None:
         index = read_json(path).get("weight_map")

@@ -27,12 +27,19 @@ COPY = Pair(lambda tensors: tensors[0], lambda tensor: [tensor])
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat, which on the meta device would first import the compiler, for seconds."""
-    if not tensors[0].is_meta:
-        return torch.cat(list(tensors), dim)
-    shape = list(tensors[0].shape)
+    """torch.cat; without a copy where the tensors lie behind each other already (`storage.read_together`). On the meta
+    device torch's own would first import the compiler, for seconds."""
+    first = tensors[0]
+    shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return torch.empty(shape, device="meta")
+    if first.is_meta:
+        return torch.empty(shape, device="meta")
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    together = [tensor.data_ptr() for tensor in tensors[1:]] == ends[:-1]
+    together &= len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    if dim == 0 and together and all(tensor.is_contiguous() for tensor in tensors):
+        return first.as_strided(shape, first.stride())
+    return torch.cat(list(tensors), dim)
 
 
 # Megatron keeps both halves of a gated MLP in one matrix: act(gate) * up with [gate; up] of shape [2f, h].

@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -59,6 +59,19 @@ class Reader(Protocol):
     specs: dict[str, Spec]
 
     def read(self, name: str) -> Tensor: ...
+
+
+def read_together(reader: Reader, names: Sequence[str]) -> list[Tensor]:
+    """The tensors `names`, behind each other in memory if the reader can do that and their dtypes are equal."""
+    specs = [reader.specs[name] for name in names]
+    if len(names) < 2 or not hasattr(reader, "read_into") or len({spec.dtype for spec in specs}) > 1:
+        return [reader.read(name) for name in names]
+    memory = torch.empty(sum(spec.numel for spec in specs), dtype=specs[0].dtype)
+    parts = memory.split([spec.numel for spec in specs])
+    tensors = [part.view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
+    for name, tensor in zip(names, tensors, strict=True):
+        reader.read_into(name, tensor)
+    return tensors
 
 
 class Writer(Protocol):
