@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -218,11 +219,18 @@ def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear where no gradient is needed. On CPU through oneDNN: torch takes MKL for float32, which keeps to AVX2 on
-    AMD's processors and is half as fast there."""
-    if on_cuda() or not torch.backends.mkldnn.is_available():
+    """F.linear where no gradient is needed. On AMD's processors through oneDNN: torch takes MKL for float32, which
+    keeps to AVX2 there and is half as fast. On Intel's MKL is the faster, by a tenth or two with few rows."""
+    if on_cuda() or _is_intel() or not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _is_intel() -> bool:
+    with contextlib.suppress(OSError):  # Linux only
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
