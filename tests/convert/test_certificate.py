@@ -156,16 +156,16 @@ def test_mpirun_writes_the_same_bytes(flavour, converted, tmp_path, monkeypatch)
     mpirun = find_mpirun(flavour) or pytest.skip(f"no mpirun of {flavour}")
     code = "import sys, tools.convert.torch_dist as t; t.FILE_BYTES = 20_000; import tools.convert.__main__ as m"
     code += "; sys.exit(m.main())"
-    program = (mpirun, "-n", "3", sys.executable, "-c", code)
+    program = (sys.executable, "-c", code)
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
     monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)  # several files, so that every process has some to write
     convert.hf2megatron(converted / "source", serial / "ours")
     convert.megatron2hf(serial / "ours", serial / "back")
-    for command, source, name in (
-        ("hf2megatron", converted / "source", "ours"),
-        ("megatron2hf", parallel / "ours", "back"),
+    for size, command, source, name in (
+        ("3", "hf2megatron", converted / "source", "ours"),
+        ("2", "megatron2hf", parallel / "ours", "back"),
     ):
-        done = start(*program, command, str(source), str(parallel / name))
+        done = start(mpirun, "-n", size, *program, command, str(source), str(parallel / name))
         if "was built for another MPI" in done.stderr:
             pytest.skip(f"mpi4py here is not built for {flavour}")
         assert done.returncode == 0, done.stderr
@@ -175,6 +175,6 @@ def test_mpirun_writes_the_same_bytes(flavour, converted, tmp_path, monkeypatch)
 
     source = shutil.copytree(converted / "source", tmp_path / "source")
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-100])
-    done = start(*program, "hf2megatron", str(source), str(parallel / "failed"))
+    done = start(mpirun, "-n", "2", *program, "hf2megatron", str(source), str(parallel / "failed"))
     assert done.returncode != 0 and done.stderr.count("error: ") == 1 and "ends within tensor" in done.stderr
     assert sorted(path.name for path in parallel.iterdir()) == ["back", "ours"]
