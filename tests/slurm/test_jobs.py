@@ -45,9 +45,8 @@ LONG = 600  # seconds to wait for what takes as long as the machine is busy
 @dataclass(frozen=True)
 class Site:
     cluster: SlurmCluster
-    root: Path  # a checkout made of links, where jobs run: what they leave behind there is not left in ours
+    root: Path  # a checkout made of links, where jobs run, with the data; what jobs leave behind is not left in ours
     sft: Path  # a run
-    data: Path  # with prompts.jsonl, pairs.jsonl, train.jsonl
     tiny: dict[str, Any]  # a small PPO, by key
     straight: concurrent.futures.Future[Path]  # the run that nothing interrupts
 
@@ -108,7 +107,7 @@ class Job:
             if now > look:
                 queued = self.cluster.run("squeue", "-h", "-j", self.id, timeout=60).stdout.strip()
                 look = now + 2 if queued else math.inf  # it has ended: `what` is asked a last time
-            time.sleep(0.1)
+            time.sleep(0.05)
         return value
 
     def saved(self) -> int:
@@ -177,6 +176,7 @@ def numbers(run: Path) -> list[dict[str, float]]:
 REQUEUED = (
     r"^megarlhf: the job's end is near, or USR1 came: saved and left after step (\d+) of 10\n +the job is requeued \("
 )
+STOPPED = r"^megarlhf: TERM came: saved and left after step (\d+) of 10\n +it goes on when it is started again$"
 
 
 def a_time_limit_of_two_minutes(site: Site) -> None:
@@ -208,11 +208,13 @@ def a_node_loses_power(site: Site) -> None:
 
 
 def kill_9(site: Site) -> None:
-    """Of rank 1, then of rank 0."""
+    """Of rank 1, then of rank 0 in the middle of a save."""
     job = site.submit("kill", pause=1)
     for restarts, rank in ((1, 1), (2, 0)):
         job.saves()
         pid, node = job.rank(rank)
+        if rank == 0:
+            job.until(lambda: list(job.run.glob("checkpoints/step_*.partial")))
         os.kill(pid, signal.SIGKILL)
         job.says(rf"^megarlhf.*: rank {rank} on {node} \(pid {pid}, phase .*\) ended without a word: killed")
         job.restarts(restarts)
@@ -259,18 +261,15 @@ def cancelled(site: Site) -> None:
     job = site.submit("cancel", pause=1)
     job.saves()
     assert site.cluster.run("scancel", "--signal=TERM", job.id, timeout=60).returncode == 0
-    step = int(
-        job.says(r"^megarlhf: TERM came: saved and left after step (\d+) of 10\n +it goes on when it is started again")[
-            1
-        ]
-    )
+    step = int(job.says(STOPPED)[1])
     assert (job.ends(SEEN), job.show("ExitCode")) == ("FAILED", "75:0")
     assert job.saved() == step
     job = site.submit("cancel")
     job.saves()
     assert site.cluster.run("scancel", job.id, timeout=60).returncode == 0
-    if job.ends(SEEN) == "CANCELLED":  # the run may have been faster
-        site.submit("cancel").completes()
+    assert job.ends(SEEN) == "CANCELLED"
+    job.hurry()
+    site.submit("cancel").completes()
     site.assert_as_straight(job)
 
 
@@ -309,9 +308,8 @@ def a_truncated_checkpoint(site: Site) -> None:
     size = data.stat().st_size
     os.truncate(data, size // 2)
     line = site.submit("truncated").fails()
-    assert line.startswith(f"{data}: has {size // 2} of ") and line.endswith(
-        "the checkpoint is damaged; use another one"
-    )
+    assert line.startswith(f"{data}: has {size // 2} of ")
+    assert line.endswith("the checkpoint is damaged; use another one")
     (run / "checkpoints" / "latest").write_text(f"{before.name}\n")
     job = site.submit("truncated")
     job.completes()
@@ -339,12 +337,12 @@ def a_pipeline(site: Site) -> None:
     once more, where the second of the four jobs fails."""
     done = finish(sys.executable, "-m", "tools.convert", "megatron2hf", str(site.sft), str(site.root / "hf"))
     assert done.returncode == 0, done.stderr
-    prompts = {"path": str(site.data / "prompts.jsonl"), "length": 16}
+    prompts = {"path": str(site.root / "prompts.jsonl"), "length": 16}
     training = {"global_batch_size": 8, "micro_batch_size": 4, "steps": 3}
     changes = {
-        "sft": {"data": {"train": str(site.data / "train.jsonl"), "max_length": 64}, "training": training},
+        "sft": {"data": {"train": str(site.root / "train.jsonl"), "max_length": 64}, "training": training},
         "reward": {
-            "data": {"train": str(site.data / "pairs.jsonl"), "max_length": 64},
+            "data": {"train": str(site.root / "pairs.jsonl"), "max_length": 64},
             "normalization": {"prompts": prompts, "samples": 16, "response_length": 8},
             "training": training,
         },
@@ -427,7 +425,7 @@ def outcomes(request, straight, tmp_path_factory) -> Iterator[dict[Callable, con
     with running_cluster(6, MEGARLHF_PYTHON=sys.executable) as cluster:
         pool = concurrent.futures.ThreadPoolExecutor(3)
         try:
-            site = Site(cluster, root, sft, root, tiny, pool.submit(torchrun))
+            site = Site(cluster, root, sft, tiny, pool.submit(torchrun))
             yield {scenario: pool.submit(scenario, site) for scenario in SCENARIOS if scenario in wanted}
         finally:
             pool.shutdown(cancel_futures=True)
