@@ -27,6 +27,14 @@ def find_mpirun(flavour: str) -> str | None:
     return None
 
 
+def for_mpi4py(flavour: str, directory: Path) -> dict[str, str]:
+    """Variables under which mpi4py's wheel finds that MPI: it wants libmpi.so.12 of MPICH, which Debian names
+    libmpich.so.12. The link to it is made in `directory`."""
+    for library in Path("/usr/lib").glob("*/libmpich.so.12") if flavour == "mpich" else ():
+        (directory / "libmpi.so.12").symlink_to(library)
+    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("LD_LIBRARY_PATH")]))}
+
+
 def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outer = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER_", "OMPI", "PMI"))
@@ -62,13 +70,10 @@ def test_mpirun_with_an_address(flavour, free_port):
 @pytest.mark.mpi
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_mpirun_alone(flavour, tmp_path):
-    """mpi4py agrees on the address. Debian names MPICH's library libmpich.so.12, mpi4py's wheel wants libmpi.so.12."""
+    """mpi4py agrees on the address."""
     pytest.importorskip("mpi4py")
     mpirun = find_mpirun(flavour) or pytest.skip(f"no mpirun of {flavour}")
-    for library in Path("/usr/lib").glob("*/libmpich.so.12"):
-        (tmp_path / "libmpi.so.12").symlink_to(library)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
-    assert_two_ranks(start(mpirun, "-n", "2", *SELF_CHECK, LD_LIBRARY_PATH=path), "mpi")
+    assert_two_ranks(start(mpirun, "-n", "2", *SELF_CHECK, **for_mpi4py(flavour, tmp_path)), "mpi")
 
 
 @pytest.mark.mpi
