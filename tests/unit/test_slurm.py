@@ -13,7 +13,7 @@ from megarlhf.config import UserError
 def job(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME", "MEGARLHF_REQUEUE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_CONF", "/no/such/slurm.conf")
+    monkeypatch.setenv("PATH", "/no/such")  # a scontrol without its slurm.conf asks for twenty seconds
     return monkeypatch
 
 
