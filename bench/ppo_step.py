@@ -7,8 +7,8 @@ epochs, float32, one thread a process. The systems alternate, run by run, each i
 medians over runs of the median step, the first and the last step of a run not counted. CPU seconds are of all threads
 and all processes, peak memory is the sum of the processes' peak resident sets. TRL gets its own virtual environment
 (build/trl, made at the first call, with the torch and transformers of constraints.txt). `shared`: megarlhf with the
-value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, the faster way for it here, and
-once more in micro-batches of 8 (`trl-8`), which saves it memory; megarlhf always in micro-batches of 8.
+value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, its default, and once more in
+micro-batches of 8 (`trl-8`), which saves it memory; megarlhf 8 rows at a time, all with the small vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 PHASES = ("generation", "scoring", "training", "other")
 PROMPT = 64
 CONFIGURATIONS = {
-    "L4 H256 V32000 B32 R24 E4": dict(layers=4, hidden=256, vocab=32000, batch=32, response=24, epochs=4),
-    "L2 H128 V2048 B32 R24 E4": dict(layers=2, hidden=128, vocab=2048, batch=32, response=24, epochs=4),
-    "L4 H256 V32000 B16 R64 E1": dict(layers=4, hidden=256, vocab=32000, batch=16, response=64, epochs=1),
+    "L4 H256 V32000 B32 R24 E4": dict(layers=4, hidden=256, vocab=32000, batch=32, response=24, epochs=4, rows=8),
+    "L2 H128 V2048 B32 R24 E4": dict(layers=2, hidden=128, vocab=2048, batch=32, response=24, epochs=4, rows=32),
+    "L4 H256 V32000 B16 R64 E1": dict(layers=4, hidden=256, vocab=32000, batch=16, response=64, epochs=1, rows=8),
 }
 OURS = {
     "megarlhf": dict(system="megarlhf", overrides=["critic.kind=separate", "critic.checkpoint={models}/reward"]),
@@ -113,7 +113,7 @@ class Bench:
         files = {name: str(self.directory / file) for name, file in FILES.items()}
         spec = {**self.sizes, **system, **files, "out": str(out), "steps": steps}
         if system["system"] == "megarlhf":
-            spec |= our_settings(self.directory, self.sizes, system["overrides"], out, steps)
+            spec |= our_settings(self.directory, self.sizes, system["overrides"], out, steps, processes)
         path = self.directory / f"spec{self.count}.json"
         path.write_text(json.dumps(spec))
         python = str(self.python) if system["system"] == "trl" else sys.executable
@@ -128,7 +128,7 @@ class Bench:
         return medians([json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(processes)])
 
 
-def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, steps: int) -> dict:
+def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, steps: int, processes: int = 1) -> dict:
     """The part of a child's SPEC for `megarlhf ppo` on the models in `directory`."""
     settings = {
         "run": f"{out}.run",
@@ -136,10 +136,11 @@ def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, 
         "prompts": {"path": f"{directory}/prompts.jsonl", "length": PROMPT},
         "sampler": {"response_length": sizes["response"], "micro_batch_size": sizes["batch"]},
         "scoring": {"sources": [{"checkpoint": f"{directory}/reward"}]},
-        "training": {"steps": steps, "batch_size": sizes["batch"], "epochs": sizes["epochs"], "micro_batch_size": 8},
+        "training": {"steps": steps, "batch_size": sizes["batch"], "epochs": sizes["epochs"],
+                     "micro_batch_size": min(sizes["rows"], sizes["batch"] // processes)},
         "optimizer": {"lr": 1e-5},
         "checkpoint": {"every": 1000},
-    }
+    }  # fmt: skip
     config = Path(f"{out}.yaml")
     config.write_text(json.dumps(settings))  # JSON is YAML
     return {"config": str(config), "overrides": [part.replace("{models}", str(directory)) for part in overrides]}

@@ -22,7 +22,7 @@ import torch
 
 from bench.ppo_step import OURS, ROOT, THREADS, medians, models, our_settings
 
-BASE = dict(layers=4, hidden=256, vocab=32000, batch=32, response=24, epochs=4, micro_batch=8)
+BASE = dict(layers=4, hidden=256, vocab=32000, batch=32, response=24, epochs=4, rows=8)
 CASES = {
     "base": {},
     "layers 8": dict(layers=8),
@@ -30,9 +30,9 @@ CASES = {
     "response 48": dict(response=48),
     "response 96": dict(response=96),
     "batch 64": dict(batch=64),
-    "micro-batch 4": dict(micro_batch=4),
-    "micro-batch 16": dict(micro_batch=16),
-    "micro-batch 32": dict(micro_batch=32),
+    "micro-batch 4": dict(rows=4),
+    "micro-batch 16": dict(rows=16),
+    "micro-batch 32": dict(rows=32),
 }
 LAYOUTS = {
     "DP2": (2, []),
@@ -70,7 +70,7 @@ def measure(directory: Path, sizes: dict, processes: int, overrides: list[str]) 
     directory.mkdir()
     models(directory, sizes)
     out = directory / "out"
-    overrides = [*OURS["megarlhf"]["overrides"], f"training.micro_batch_size={sizes['micro_batch']}", *overrides]
+    overrides = [*OURS["megarlhf"]["overrides"], *overrides]
     if torch.cuda.is_available():
         overrides.append("model.dtype=bf16")
     spec = {"system": "megarlhf", "out": str(out), **our_settings(directory, sizes, overrides, out, steps=4)}
