@@ -43,21 +43,26 @@ SYSTEMS = {
     "shared": OURS["shared"],
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
-# Two processes: data parallel for both; tensor parallel is ours alone.
-TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"]}
+# Two processes: data parallel for both, without sharded optimizer states, as TRL; tensor parallel is ours alone.
+TWO = {
+    "trl": [],
+    "megarlhf": ["parallel.distributed_optimizer=false"],
+    "tp2": ["parallel.tensor=2", "parallel.sequence=true"],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model, one run of each: under a minute")
     parser.add_argument("--runs", type=int, default=3, help="of each system and configuration")
+    parser.add_argument("--only", default="", metavar="TEXT", help="configurations whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart (needs matplotlib)")
     arguments = parser.parse_args()
     python = environment()
     figures = []
     for name, sizes in CONFIGURATIONS.items():
-        if arguments.quick and "V2048" not in name:
+        if arguments.only not in name or (arguments.quick and "V2048" not in name):
             continue
         with tempfile.TemporaryDirectory() as directory:
             bench = Bench(Path(directory), sizes, python)
