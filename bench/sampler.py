@@ -26,7 +26,7 @@ PROMPT, RESPONSE = 64, 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer runs: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer runs and sizes: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--memory", type=int, metavar="ROWS", help=argparse.SUPPRESS)  # one measurement, in a process
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -38,13 +38,14 @@ def main() -> None:
         print(json.dumps(memory(arguments.model, arguments.memory)))
         return
     with tempfile.TemporaryDirectory() as directory:
-        figures = measure(Path(directory), runs=2 if arguments.quick else 5)
+        figures = measure(Path(directory), arguments.quick)
     report(figures)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def measure(directory: Path, runs: int) -> dict:
+def measure(directory: Path, quick: bool) -> dict:
+    runs, lengths, counts = (2, (16, 64), (32,)) if quick else (5, (16, 64, 256), (32, 64, 128))
     theirs = hugging_face(directory / "hf")
     from tools.convert.convert import hf2megatron
 
@@ -52,8 +53,8 @@ def measure(directory: Path, runs: int) -> dict:
     engine = load(directory / "ours")
     return {
         "speed": [speed(engine, theirs, rows, greedy, runs) for rows in (32, 64) for greedy in (False, True)],
-        "length": [length(engine, response, runs) for response in (16, 64, 256)],
-        "memory": [in_a_process(directory / "ours", rows) for rows in (32, 64, 128)],
+        "length": [length(engine, response, runs) for response in lengths],
+        "memory": [in_a_process(directory / "ours", count) for count in counts],
     }
 
 
