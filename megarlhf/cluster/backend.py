@@ -2,8 +2,9 @@
 
 On CUDA: NCCL, Transformer Engine layers and TE/apex fused Adam where they import. On CPU: *unmodified* megatron-core
 over gloo. Megatron names CUDA at a few dozen places (`device="cuda"`, streams, RNG states, tensor type strings);
-`install` replaces just the torch entry points behind those, so ordinary operations cost nothing extra. Everything else
-in this project asks this module and never asks for a device type itself.
+`install` replaces just the torch entry points behind those, so ordinary operations cost nothing extra; and, as TE and
+apex do on a GPU, kernels/cpu.py takes the place of chains of small operations (rotary embedding, SwiGLU) and of apex's
+weight gradients. Everything else in this project asks this module and never asks for a device type itself.
 
 `install()` is called once by a program, before megatron is first imported; it is never called at import.
 """
