@@ -56,6 +56,14 @@ class Sequences(Rows):
         assert self.mask.shape == (rows, length - self.prompt_len), (self.mask.shape, self.tokens.shape)
         assert self.segments is None or self.segments.shape == self.tokens.shape
 
+    def without_columns(self, count: int):
+        """The same rows without the first `count` columns, fewer than P, of the prompts."""
+        assert 0 <= count < self.prompt_len, (count, self.prompt_len)
+        segments = None if self.segments is None else self.segments[:, count:]
+        return dataclasses.replace(
+            self, tokens=self.tokens[:, count:], segments=segments, prompt_len=self.prompt_len - count
+        )
+
 
 @dataclass(frozen=True)
 class Scores(Rows):

@@ -42,6 +42,13 @@ class Cache:
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values, self.visible, self.position))
 
+    def hold(self, held: bool) -> None:
+        """Take the memory of keys and values, or give them some again: zeros, since what is masked must be finite."""
+        for x in (self.keys, self.values):
+            x.untyped_storage().resize_(x.nbytes if held else 0)
+            if held:
+                x.zero_()
+
 
 class Decoder:
     """One chunk of a model as two functions, `prefill` and `decode`. Their inputs are tokens on the first chunk, else
@@ -80,8 +87,8 @@ class Decoder:
 
     def prefill(self, cache: Cache, x: Tensor, valid: Tensor) -> Tensor:
         """Left-padded prompts, tokens (b, P) or hidden states (b, P, H), with `valid` (b, P) -> hidden states
-        (b, P, H), after the final norm on the last chunk. The cache's B rows may be a multiple of b: each prompt then
-        fills B / b rows that follow each other."""
+        (b, P, H); on the last chunk those of the last column alone, (b, 1, H), after the final norm. The cache's B rows
+        may be a multiple of b: each prompt then fills B / b rows that follow each other."""
         rows, length = valid.shape
         samples = len(cache.position) // rows
         cache.visible.zero_()
@@ -114,7 +121,7 @@ class Decoder:
             )
             return context.transpose(1, 2).flatten(2)
 
-        return self._run(x, attend)
+        return self._run(x, attend, read=slice(-1, None))
 
     def decode(self, cache: Cache, x: Tensor) -> Tensor:
         """The newest token of each row, (B,), or its hidden state (B, H) -> its hidden state (B, H), after the final
@@ -143,11 +150,15 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------- how
 
-    def _run(self, x: Tensor, attend: Attend) -> Tensor:
+    def _run(self, x: Tensor, attend: Attend, read: slice | None = None) -> Tensor:
+        """All layers. With `read`, the model's last layer goes on with those columns alone."""
         for index, layer in enumerate(self.layers):
             fused = backend.linear(self._norm(x, *layer.attention_norm), *layer.qkv)
             fused = fused.unflatten(-1, (self.groups, self.queries + 2, self.head_dim))
-            attended = x + self._row_parallel(attend(index, fused), *layer.projection)
+            context = attend(index, fused)
+            if read is not None and self.final_norm is not None and layer is self.layers[-1]:
+                x, context = x[:, read], context[:, read]
+            attended = x + self._row_parallel(context, *layer.projection)
             x = attended + self._mlp(layer, x if self.chunk.architecture.parallel_residual else attended)
         return x if self.final_norm is None else self._norm(x, *self.final_norm)
 

@@ -24,7 +24,8 @@ class Attention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_) -> Tensor:
         """query [S, B, heads, D], key and value [S, B, groups, D]; attention_mask bool, True = not seen, broadcastable
-        to [B, 1, S, S], or None for plain causal attention. Returns [S, B, heads * D]."""
+        to [B, 1, Q, S], or None for plain causal attention. Returns the last Q <= S positions, [Q, B, heads * D]."""
+        query = query if attention_mask is None else query[-attention_mask.shape[2] :]
         length, rows = query.shape[:2]
         dropout = self.config.attention_dropout if self.training else 0.0
         # Under sequence parallelism the surrounding region already draws per rank.

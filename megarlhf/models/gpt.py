@@ -18,7 +18,7 @@ from megarlhf.cluster.parallel import Topology
 from megarlhf.models.attention import Attention
 from megarlhf.models.embedding import WordEmbedding
 from megarlhf.models.heads import ScalarHead, WordHead
-from megarlhf.models.residual import ParallelResidualLayer
+from megarlhf.models.layers import Layer, ParallelResidualLayer
 from megarlhf.models.spec import Architecture
 
 Head = Literal["logprobs", "values", "scores", "logprobs+values"]
@@ -47,7 +47,7 @@ class GPT(GPTModel):
                 config,
                 Attention,
                 vp_stage,
-                layer_type=ParallelResidualLayer if architecture.parallel_residual else None,
+                layer_type=ParallelResidualLayer if architecture.parallel_residual else Layer,
                 shared_norm=architecture.shared_norm,
             ),
             vocab_size=architecture.padded_vocab_size(topology.parallel.tensor),
@@ -62,6 +62,7 @@ class GPT(GPTModel):
             vp_stage=vp_stage,
         )
         self.architecture = architecture
+        self.topology = topology
         self.head = head
         self.has_words = words
         # In the embedding's own precision, as transformers has it: bf16 makes 55.5 of sqrt(3072).
@@ -110,11 +111,14 @@ class GPT(GPTModel):
         # Rotary attention depends on the distance of two tokens alone, so padding and packing need no shift.
         rotary = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
         mask = None if segments is None else batch.attention_mask(segments)
+        if self.post_process:
+            self.decoder.layers[-1].unread = unread = self._unread(sequences)
+            sequences = sequences.without_columns(unread)  # what the heads see
         hidden = self.decoder(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)
         if not self.post_process:
             return hidden
         if logits_at is not None:
-            return {"logits": self.output_layer.logits(hidden, logits_at, weight=self.head_weight())}
+            return {"logits": self.output_layer.logits(hidden, logits_at - unread, weight=self.head_weight())}
         outputs = self.value_head(hidden, sequences) if self.head != "logprobs" else {}
         if self.has_words:
             outputs |= self.output_layer(
@@ -137,6 +141,14 @@ class GPT(GPTModel):
                 temperature=temperature,
             )
         return outputs
+
+    def _unread(self, sequences: Sequences) -> int:
+        """How many leading positions no head reads: those before the last of the prompt. All are read where layers are
+        computed again in the backward pass, perhaps after another batch."""
+        if sequences.segments is None or (self.training and self.config.recompute_granularity == "full"):
+            return 0
+        unread = sequences.prompt_len - 1
+        return unread - unread % self.topology.parallel.tensor if self.config.sequence_parallel else unread
 
     def head_weight(self) -> Tensor:
         """The output layer's weight on the last stage, [V', H]: the word embedding's if they are tied."""

@@ -38,7 +38,7 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
     length = prompt + response
     size = 2 if settings.model.dtype == "bf16" else 4
     body, head = layer_parameters(architecture) * architecture.num_layers, _head(architecture)
-    whole, words = trunk(architecture, rows * length, length), 2.0 * rows * response * head
+    whole, words = trunk(architecture, rows, length, response), 2.0 * rows * response * head
     micro_batches = rows / training.micro_batch_size
     shared = settings.critic.kind == "shared"
 
@@ -47,7 +47,7 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
     streams = data_size * max(1, -(-rows // data_size // settings.sampler.micro_batch_size))
     cache = 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     sample = Work(
-        trunk(architecture, per_prompt * prompt, prompt) + decoded + words,
+        trunk(architecture, per_prompt, prompt, 0) + decoded + words,
         size * (streams * (response + 1) * (body + head) + rows * response * (prompt + response / 2) * cache),
     )
 
@@ -57,7 +57,7 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
         if source.checkpoint is not None
     ]
     score = Work(
-        sum(trunk(judge, rows * length, length) for judge in judges),
+        sum(trunk(judge, rows, length, response) for judge in judges),
         sum(size * micro_batches * layer_parameters(judge) * judge.num_layers for judge in judges),
     )
     models = 2 if shared else 3  # policy, reference, critic
@@ -74,16 +74,27 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
     return {"sample": sample, "score": score, "evaluate": evaluate, "learn": learn}
 
 
-def trunk(architecture: Architecture, tokens: float, length: float) -> float:
-    """FLOPs of a forward pass of the layers over `tokens` in rows of `length`, causal."""
-    parameters = layer_parameters(architecture) * architecture.num_layers
-    return 2.0 * parameters * tokens + _attention(architecture, tokens, length / 2)
+def trunk(architecture: Architecture, rows: float, length: int, read: int) -> float:
+    """FLOPs of a forward pass of the layers over `rows` rows of `length`, causal, whose heads read from one position
+    before the last `read`: of the others the last layer makes queries, keys and values alone (models/layers.py)."""
+    tokens, unread = rows * length, max(0, length - read - 1)
+    rest = layer_parameters(architecture) - _qkv(architecture)
+    seen = architecture.num_layers * length**2 / 2 - unread**2 / 2  # keys that the queries of a row see
+    return (
+        2.0 * (layer_parameters(architecture) * architecture.num_layers * tokens - rest * rows * unread)
+        + _attention(architecture, rows, seen) / architecture.num_layers
+    )
+
+
+def _qkv(architecture: Architecture) -> int:
+    heads = architecture.num_attention_heads + 2 * architecture.num_query_groups
+    return architecture.hidden_size * architecture.kv_channels * heads
 
 
 def layer_parameters(architecture: Architecture) -> int:
     """Elements of the matrices of a layer."""
     h, d = architecture.hidden_size, architecture.kv_channels
-    attention = h * d * (2 * architecture.num_attention_heads + 2 * architecture.num_query_groups)
+    attention = _qkv(architecture) + h * d * architecture.num_attention_heads
     return attention + h * architecture.ffn_hidden_size * (3 if architecture.gated_mlp else 2)
 
 

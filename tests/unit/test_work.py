@@ -29,7 +29,7 @@ def test_a_forward_pass():
         tokens = 2 * length
         attention = 4 * tokens * length * 3 * 64
         expected = counted(length) - attention / 2
-        assert work.trunk(architecture, tokens, length) == pytest.approx(expected, rel=2e-3)  # + rotary angles
+        assert work.trunk(architecture, 2, length, length) == pytest.approx(expected, rel=2e-3)  # + rotary angles
 
 
 def test_a_step(tmp_path):
@@ -48,7 +48,7 @@ def test_a_step(tmp_path):
 
     one, shared = step(), step(critic={"kind": "shared"})
     assert one["score"].flops == 0
-    rows, words = work.trunk(architecture, 32 * 24, 24), 2 * 32 * 8 * 64 * 503
+    rows, words = work.trunk(architecture, 32, 24, 8), 2 * 32 * 8 * 64 * 503
     assert one["evaluate"].flops == 3 * rows + 2 * words
     assert one["learn"].flops == 2 * (2 * 3 * rows + 3 * words)
     assert shared["learn"].flops == 2 * (3 * rows + 3 * words)
