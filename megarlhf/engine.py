@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarlhf import metrics, optim
 from megarlhf.batch import Sequences
-from megarlhf.cluster import backend
+from megarlhf.cluster import backend, gradients
 from megarlhf.cluster.parallel import Topology
 from megarlhf.metrics import Mean, Metric
 from megarlhf.optim import OptimizerConfig
@@ -78,6 +78,7 @@ class Engine:
             DistributedDataParallel(config=self.config, ddp_config=ddp, module=module, disable_bucketing=i > 0)
             for i, module in enumerate(self.modules)
         ]
+        gradients.share(self.chunks)
         self.optimizer = optim.build(self.chunks, self.optimizer_config, parallel, self.config.params_dtype)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -109,6 +110,7 @@ class Engine:
         """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
         `grad_norm` and `lr`. `more`: further (batch, loss, options) whose gradients go into the same update; rows of
         the same length S. The sums of all are divided by the sum of all counts."""
+        gradients.hold()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -117,6 +119,7 @@ class Engine:
         parts = self._run((batch, loss, options), *more)
         rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
         grad_norm = self._update()
+        gradients.release()
         self.steps += 1
         return {**self._reduce(parts), "grad_norm": Mean(grad_norm, 1), "lr": Mean(rate, 1)}
 

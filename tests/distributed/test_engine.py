@@ -1,5 +1,7 @@
 """One engine, any layout: the same loss, gradient norm and weights after three steps; the same log-probs."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -84,3 +86,59 @@ def test_training_does_not_depend_on_the_layout(ranks, truth, world_size):
             rows = len(got_logprobs)
             expected = logprobs[data_rank * rows : (data_rank + 1) * rows]
             torch.testing.assert_close(got_logprobs, expected, rtol=0, atol=2e-5, msg=str(case))
+
+
+def with_and_without_prompts(cases):
+    """[(family, ParallelConfig fields and recompute)] -> what an update, with another engine's in between, made of the
+    same tokens: once as prompt and response, of whose prompts the last layer leaves out what nobody reads, once without
+    a prompt."""
+    results = []
+    for family, sizes in cases:
+        recompute = sizes.get("recompute", "none")
+        with layout(**{name: value for name, value in sizes.items() if name != "recompute"}) as topology:
+            whole = share(examples(length=26, seed=3), topology)
+            whole = dataclasses.replace(whole, mask=whole.mask & (torch.arange(1, 26) >= 12))
+            split = dataclasses.replace(whole, mask=whole.mask[:, 11:], prompt_len=12)
+            options = dict(micro_batch_size=4, dtype="fp32", optimizer=ADAM, total_steps=2, recompute=recompute)
+            found = []
+            for batch, alone in ((whole, True), (split, False)):
+                engine, other = (build(role, FAMILIES[family], topology, **options) for role in ("actor", "critic"))
+                steps = []
+                for step in range(2):
+                    steps.append(engine.step(batch, sft_loss)["grad_norm"].value)
+                    if not alone:  # its gradients lie in the same memory
+                        rows = share(examples(seed=step), topology)
+                        other.step(rows, value_loss)
+                logprobs = engine.forward(batch)["logprobs"]
+                found.append((steps, logprobs[:, batch.mask.shape[1] - 14 :], full_weights(engine)))
+            results.append(found)
+    return results
+
+
+def value_loss(outputs, rows):
+    loss = (outputs["values"] - 1).square().mul(rows.mask).sum()
+    return loss, rows.mask.sum(), {}
+
+
+PROMPTS = {
+    1: [("llama", {}), ("gpt2", {}), ("neox", {}), ("falcon", {}), ("llama", dict(recompute="selective"))],
+    2: [
+        ("llama", dict(tensor=2, sequence=True)),
+        ("falcon", dict(tensor=2, sequence=True)),
+        ("gpt2", dict(tensor=2)),
+        ("neox", dict(pipeline=2)),
+        ("llama", dict(pipeline=2, virtual_pipeline=2)),
+        ("llama", dict(tensor=2, sequence=True, recompute="full")),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", PROMPTS)
+def test_what_nobody_reads_changes_nothing(ranks, world_size):
+    for answer in ranks.run(world_size, with_and_without_prompts, PROMPTS[world_size]):
+        for case, (whole, split) in zip(PROMPTS[world_size], answer, strict=True):
+            assert whole[0] == pytest.approx(split[0], rel=1e-5), case
+            torch.testing.assert_close(split[1], whole[1], rtol=0, atol=2e-5, msg=str(case))
+            for name, weight in whole[2].items():
+                scale = weight.abs().max().item()
+                assert (split[2][name] - weight).abs().max().item() <= 1e-5 * scale, (case, name)
