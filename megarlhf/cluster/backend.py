@@ -24,16 +24,17 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.compiler
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._device
 
-from megarlhf.cluster import launch
+from megarlhf.cluster import gloo, launch
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.kernels import cpu
 
@@ -62,10 +63,33 @@ def install() -> None:
         warnings.filterwarnings("ignore", module=r"megatron\..*")
         warnings.filterwarnings("ignore", r"Please use DTensor instead", FutureWarning)
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+        _large_blocks_apart(True)
         _replace_torch_entry_points()
         _import_megatron_on_cpu()
     _ensure_fused_adam()
     _tie_checkpoint_writer()
+
+
+@contextlib.contextmanager
+def lean_imports() -> Iterator[None]:
+    """Around imports of libraries that prepare for GPUs and compilers: on a CPU without Triton and torch's compiler,
+    which cost every rank 110 MiB and seconds, and torch.compile a C++ compiler at the first call."""
+    if on_cuda():
+        yield
+        return
+    compilers = {(torch, "compile"): torch.compile, (torch.compiler, "disable"): torch.compiler.disable}
+    hides_triton = "triton" not in sys.modules
+    for module, name in compilers:
+        setattr(module, name, lambda model=None, **_: model if model is not None else (lambda function: function))
+    if hides_triton:
+        sys.modules["triton"] = None  # an ImportError for whoever asks
+    try:
+        yield
+    finally:
+        for (module, name), function in compilers.items():
+            setattr(module, name, function)
+        if hides_triton:
+            del sys.modules["triton"]
 
 
 def describe() -> dict[str, str]:
@@ -234,10 +258,15 @@ def _is_intel() -> bool:
     return False
 
 
+def captures() -> bool:
+    """Whether `captured` records: then the tensors of its step must stay where they are."""
+    return on_cuda()
+
+
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """`step`, which works on tensors that stay where they are, as a CUDA graph: the first two calls run it as it is,
     since libraries tune and allocate then; the third records it. On CPU, `step` itself."""
-    return _Captured(step) if on_cuda() else step
+    return _Captured(step) if captures() else step
 
 
 class _Captured:
@@ -268,12 +297,22 @@ def memory() -> tuple[int, int]:
 
 
 def release_memory() -> None:
-    """Give memory that is free but held back to the device, on CPU to the system: what building and loading left."""
+    """Everything is built and loaded: give the memory that this left free back to the device, on CPU to the system."""
     if on_cuda():
         torch.cuda.empty_cache()
     else:
         with contextlib.suppress(OSError, AttributeError):  # glibc only
             ctypes.CDLL(None).malloc_trim(0)
+        _large_blocks_apart(False)
+
+
+def _large_blocks_apart(apart: bool) -> None:
+    """Whether malloc maps large blocks one by one. So their memory goes back to the system when they are freed, as what
+    building and loading take should; but every block costs page faults, as the temporaries of a step should not."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**18 if apart else 2**24)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**18 if apart else 2**28)  # M_TRIM_THRESHOLD: free memory that is kept
 
 
 def synchronize() -> None:
@@ -504,6 +543,10 @@ def _replace_torch_entry_points() -> None:
         return _TypeName(result) if isinstance(result, str) else result
 
     torch.Tensor.type = tensor_type
+    # Optimizers would load the compiler to be left alone by it.
+    for method in vars(torch.optim.Optimizer).values():
+        if hasattr(method, "__wrapped__"):
+            setattr(method.__wrapped__, "__dynamo_disable", method.__wrapped__)
     # `with torch.device("meta")` (transformers' from_pretrained) knows the factories by identity, from a list that is
     # made at its first use: made now, it holds those that ours call.
     torch.utils._device._device_constructors()
@@ -534,33 +577,15 @@ def _rotary(plain):
     return apply
 
 
-def _alone(collective):
-    """`collective`(output, input, group=...) among one rank: the same memory stays as it is. gloo copies it twice."""
-
-    @functools.wraps(collective)
-    def call(output, source, *args, **kwargs):
-        group = kwargs.get("group")
-        if dist.get_world_size(group) > 1 or args or output.data_ptr() != source.data_ptr():
-            return collective(output, source, *args, **kwargs)
-
-    return call
-
-
 def _import_megatron_on_cpu() -> None:
-    dist.all_gather_into_tensor = _alone(dist.all_gather_into_tensor)  # megatron binds them when it is imported
-    dist.reduce_scatter_tensor = _alone(dist.reduce_scatter_tensor)
+    dist.all_gather_into_tensor = gloo.all_gather_into_tensor  # megatron binds them when it is imported
+    dist.reduce_scatter_tensor = gloo.reduce_scatter_tensor
     sys.modules["fused_weight_gradient_mlp_cuda"] = cpu  # apex's place
-    # megatron decorates functions with torch.compile while it is imported, which alone costs seconds (dynamo, inductor)
-    # and a C++ compiler at the first call.
-    compile_ = torch.compile
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
-    try:
+    with lean_imports():  # megatron decorates functions with torch.compile while it is imported
         import megatron.core.jit
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel
-    finally:
-        torch.compile = compile_
     megatron.core.jit.disable_jit_fuser()  # for what megatron imports later
 
     import megatron.core.models.common.embeddings.rope_utils as rope_utils

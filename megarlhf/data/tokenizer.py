@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
+from megarlhf.cluster import backend
 from megarlhf.config import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -118,6 +119,14 @@ class Tokenizer(ABC):
             "prompt and response"
         )
 
+    def came_with(self, directory: Path) -> bool:
+        """Whether `directory`, which `save` wrote, holds this very tokenizer: the same files, apart from config.json,
+        which differs between models of one family."""
+        files = {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        return all(
+            files.get(name) == self._files.get(name) for name in {*files, *self._files} if name.name != "config.json"
+        )
+
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files to `directory`, as they were when it was loaded; `load_tokenizer` reads them."""
         for name, content in self._files.items():
@@ -166,11 +175,12 @@ class _SentencePiece(Tokenizer):
 
 class _HuggingFace(Tokenizer):
     def __init__(self, path: Path):
-        from transformers import AutoTokenizer
-
         super().__init__(path, sorted(file for name in _HF_FILES for file in path.glob(name)), path)
         try:
-            self._model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            with backend.lean_imports():
+                from transformers import AutoTokenizer
+
+                self._model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the files make it raise
             raise UserError(
                 f"{path}: transformers cannot load this tokenizer ({type(error).__name__}: {_first_line(error)}); "

@@ -56,7 +56,8 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once; what it allocates stays, at fixed addresses, until it is dropped.
+    """Samples from `engine`'s model. Build it once; what it allocates stays until it is dropped: at
+    fixed addresses where steps are recorded as CUDA graphs; elsewhere caches have memory during `sample` alone.
 
     prompt_length: P. seed: of the noise. pad_id: what stands in padded places, an id that no token can have (default:
     the first beyond the vocabulary). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
@@ -92,6 +93,7 @@ class Sampler:
         self.decoders = [Decoder(chunk, self.topology, max_length=self.length) for chunk in engine.modules]
         self.slots = [_Slot(self, rows) for _ in range(stages)]
         self.wave = stages * rows
+        self._hold_caches(False)
         # Last stage -> first has a communicator of its own: over NCCL, messages both ways between two ranks would
         # otherwise wait in one queue for each other.
         self.ring_group = parallel_state.get_embedding_group() if stages > 1 else None
@@ -123,12 +125,19 @@ class Sampler:
         }
         if self.with_entropy:
             results["entropy"] = torch.zeros_like(results["logprobs"])
+        self._hold_caches(True)
         for start in range(0, len(sequence_ids), self.wave):
             self._wave(prompts, sequence_ids, start, results, on_tokens)
+        self._hold_caches(False)
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
                 dist.broadcast(value, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
         return _rollout(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
+
+    def _hold_caches(self, held: bool) -> None:
+        if not backend.captures():
+            for cache in (cache for slot in self.slots for cache in slot.caches):
+                cache.hold(held)
 
     # ------------------------------------------------------------------------------------------- the schedule
 

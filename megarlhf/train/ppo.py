@@ -3,7 +3,7 @@ online.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -270,11 +270,10 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
             checkpoint.load(average, start.resume_from / "average", weights_only=True)
         else:
             average.follow(actor, 0.0)
-    backend.release_memory()  # what building and loading left
-
+    rows = min(settings.sampler.micro_batch_size, settings.training.batch_size // topology.data_size)
     policy_sampler = Sampler(
-        actor, settings.sampler, prompt_length=settings.prompts.length, seed=settings.seed,
-        eos_id=start.tokenizer.eos_id,
+        actor, replace(settings.sampler, micro_batch_size=rows), prompt_length=settings.prompts.length,
+        seed=settings.seed, eos_id=start.tokenizer.eos_id,
     )  # fmt: skip
     players = Players(
         actor=actor,
@@ -306,6 +305,7 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
         ),
         average=average,
     )  # fmt: skip
+    backend.release_memory()
     training = settings.training
     lines = {
         "steps": f"{training.steps} of {training.batch_size} responses, {training.epochs} epochs of "

@@ -71,6 +71,8 @@ def check_reward_model(
     directory = find_tokenizer(path)
     if directory is None:
         return f"{path}: came without a tokenizer, so whether it reads tokens as the policy does is not checked"
+    if tokenizer.came_with(directory):
+        return None
     own = load_tokenizer(directory).tokens()
     for token, name in sorted(tokenizer.tokens().items()):
         if own.get(token) != name:

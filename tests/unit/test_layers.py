@@ -93,3 +93,18 @@ def test_help_imports_neither_torch_nor_megatron():
     )
     assert done.returncode == 0, done.stderr
     assert "megarlhf" in done.stdout
+
+
+def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
+    code = (
+        "import sys, torch, megarlhf.train.ppo\n"
+        "from megarlhf.cluster import backend\n"
+        "with backend.lean_imports(): from transformers import LlamaConfig\n"
+        "backend.install()\n"
+        "import megarlhf.models.build\n"
+        "backend.FusedAdam([torch.nn.Parameter(torch.ones(1))]).zero_grad()\n"
+        "sys.exit(' '.join({'triton', 'torch._dynamo'} & set(sys.modules)) or 0)"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,57 @@
+"""Two collectives as they should be on CPU ranks. gloo makes of a reduce-scatter an all-reduce with copies, and copies
+what it gathers twice: for 78 MB between two ranks these take a fifth of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Done:
+    """A Work that is over: these do not run in the background."""
+
+    def wait(self, *_) -> bool:
+        return True
+
+
+def all_gather_into_tensor(output: Tensor, source: Tensor, group=None, async_op: bool = False) -> _Done | None:
+    """torch.distributed's: output, (n * m, ...), becomes the sources of all n ranks in order, (m, ...) each. `source`
+    may be this rank's part of `output`. Each rank sends its part to the others."""
+    ranks = dist.get_process_group_ranks(group)
+    parts = output.view(-1).chunk(len(ranks))
+    own = parts[dist.get_rank(group)]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source.reshape(-1))
+    for to, origin in _rounds(len(ranks), dist.get_rank(group)):
+        sent = dist.isend(own, ranks[to], group=group)
+        dist.irecv(parts[origin], ranks[origin], group=group).wait()
+        sent.wait()
+    return _Done() if async_op else None
+
+
+def reduce_scatter_tensor(
+    output: Tensor, source: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
+) -> _Done | None:
+    """torch.distributed's, for sums: output, (m, ...), becomes the sum over the n ranks of this rank's part of their
+    sources, (n * m, ...). It may be that part of `source`. Each rank sends every other the part that is its own."""
+    assert op == dist.ReduceOp.SUM, op
+    ranks = dist.get_process_group_ranks(group)
+    count, rank = len(ranks), dist.get_rank(group)
+    parts, total = source.reshape(-1).chunk(count), output.view(-1)
+    if total.data_ptr() != parts[rank].data_ptr():
+        total.copy_(parts[rank])
+    received = total.new_empty(total.shape) if count > 1 else None
+    for to, origin in _rounds(count, rank):
+        sent = dist.isend(parts[to], ranks[to], group=group)
+        dist.irecv(received, ranks[origin], group=group).wait()
+        sent.wait()
+        total.add_(received)
+    return _Done() if async_op else None
+
+
+def _rounds(count: int, rank: int) -> Iterator[tuple[int, int]]:
+    """(whom to send to, whom to receive from), so that in `count` - 1 rounds every rank has met every other."""
+    for distance in range(1, count):
+        yield (rank + distance) % count, (rank - distance) % count
