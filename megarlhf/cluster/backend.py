@@ -63,7 +63,6 @@ def install() -> None:
         warnings.filterwarnings("ignore", module=r"megatron\..*")
         warnings.filterwarnings("ignore", r"Please use DTensor instead", FutureWarning)
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
-        _large_blocks_apart(True)
         _replace_torch_entry_points()
         _import_megatron_on_cpu()
     _ensure_fused_adam()
@@ -296,8 +295,13 @@ def memory() -> tuple[int, int]:
     return torch.cuda.mem_get_info() if on_cuda() else (0, 0)
 
 
-def release_memory() -> None:
-    """Everything is built and loaded: give the memory that this left free back to the device, on CPU to the system."""
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Around building and loading models: the memory that this leaves free goes back to the device, on CPU to the
+    system."""
+    if not on_cuda():
+        _large_blocks_apart(True)
+    yield
     if on_cuda():
         torch.cuda.empty_cache()
     else:
@@ -307,8 +311,8 @@ def release_memory() -> None:
 
 
 def _large_blocks_apart(apart: bool) -> None:
-    """Whether malloc maps large blocks one by one. So their memory goes back to the system when they are freed, as what
-    building and loading take should; but every block costs page faults, as the temporaries of a step should not."""
+    """Whether malloc maps large blocks one by one. Then their memory goes back to the system when they are freed, which
+    is good while models are loaded; but each costs page faults, which the temporaries of a step should not."""
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**18 if apart else 2**24)  # M_MMAP_THRESHOLD

@@ -232,6 +232,37 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
 
 def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
     """Build, load, train. Collective."""
+    with backend.loading():
+        players, progress = assemble(settings, plan, topology)
+    start, training = plan.start, settings.training
+    lines = {
+        "steps": f"{training.steps} of {training.batch_size} responses, {training.epochs} epochs of "
+        f"{training.minibatches} updates",
+    }
+    setup.announce(settings, start, topology, lines, [*plan.notes, *audit.table(settings)])
+    directory = Path(settings.run)
+    if topology.rank == 0:
+        audit.save(settings, directory / "audit.json")
+        rate = preflight.matmul_rate() * topology.world_size
+        work.save(work.ppo_step(settings, start.architecture, topology.data_size), rate, directory / "work.json")
+    saved = {"actor": players.actor, "critic": players.critic, "average": players.average}
+    roles = tuple(role for role, engine in saved.items() if engine is not None)
+    with Log(
+        directory, enabled=topology.rank == 0, start=progress.step, total=training.steps, unit="step",
+        wandb=settings.log.wandb,
+    ) as log:  # fmt: skip
+        online.train(
+            players,
+            progress,
+            settings=settings,
+            checkpoints=Checkpoints(directory, settings.checkpoint),
+            log=log,
+            write_files=setup.files_writer(settings, start, roles),
+        )
+
+
+def assemble(settings: PPORunConfig, plan: Plan, topology: Topology) -> tuple[Players, Progress]:
+    """The models, built and loaded, with the sampler and the scorer. Collective."""
     from megarlhf.models.build import build
 
     start, updates, shared = plan.start, settings.training.updates, settings.critic.kind == "shared"
@@ -305,28 +336,4 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
         ),
         average=average,
     )  # fmt: skip
-    backend.release_memory()
-    training = settings.training
-    lines = {
-        "steps": f"{training.steps} of {training.batch_size} responses, {training.epochs} epochs of "
-        f"{training.minibatches} updates",
-    }
-    setup.announce(settings, start, topology, lines, [*plan.notes, *audit.table(settings)])
-    directory = Path(settings.run)
-    if topology.rank == 0:
-        audit.save(settings, directory / "audit.json")
-        rate = preflight.matmul_rate() * topology.world_size
-        work.save(work.ppo_step(settings, start.architecture, topology.data_size), rate, directory / "work.json")
-    roles = ("actor", *(() if shared else ("critic",)), *(() if average is None else ("average",)))
-    with Log(
-        directory, enabled=topology.rank == 0, start=progress.step, total=training.steps, unit="step",
-        wandb=settings.log.wandb,
-    ) as log:  # fmt: skip
-        online.train(
-            players,
-            progress,
-            settings=settings,
-            checkpoints=Checkpoints(directory, settings.checkpoint),
-            log=log,
-            write_files=setup.files_writer(settings, start, roles),
-        )
+    return players, progress
