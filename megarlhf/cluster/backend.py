@@ -305,9 +305,15 @@ def loading() -> Iterator[None]:
     if on_cuda():
         torch.cuda.empty_cache()
     else:
+        trim()
+        _large_blocks_apart(False)
+
+
+def trim() -> None:
+    """On CPU, give the system what malloc holds of free memory, in pieces that the next phase could not use."""
+    if not on_cuda():
         with contextlib.suppress(OSError, AttributeError):  # glibc only
             ctypes.CDLL(None).malloc_trim(0)
-        _large_blocks_apart(False)
 
 
 def _large_blocks_apart(apart: bool) -> None:

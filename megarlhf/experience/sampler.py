@@ -135,9 +135,15 @@ class Sampler:
         return _rollout(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
 
     def _hold_caches(self, held: bool) -> None:
-        if not backend.captures():
-            for cache in (cache for slot in self.slots for cache in slot.caches):
-                cache.hold(held)
+        """Give the caches memory, or take it; whatever comes before or after has no use for what it left free."""
+        if backend.captures():
+            return
+        if held:
+            backend.trim()
+        for cache in (cache for slot in self.slots for cache in slot.caches):
+            cache.hold(held)
+        if not held:
+            backend.trim()
 
     # ------------------------------------------------------------------------------------------- the schedule
 
