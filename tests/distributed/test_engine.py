@@ -133,12 +133,16 @@ PROMPTS = {
 }
 
 
+def same(whole, split, case) -> None:
+    assert whole[0] == pytest.approx(split[0], rel=1e-5), case
+    torch.testing.assert_close(split[1], whole[1], rtol=0, atol=2e-5, msg=str(case))
+    for name, weight in whole[2].items():
+        scale = weight.abs().max().item()
+        assert (split[2][name] - weight).abs().max().item() <= 1e-5 * scale, (case, name)
+
+
 @pytest.mark.parametrize("world_size", PROMPTS)
 def test_what_nobody_reads_changes_nothing(ranks, world_size):
     for answer in ranks.run(world_size, with_and_without_prompts, PROMPTS[world_size]):
-        for case, (whole, split) in zip(PROMPTS[world_size], answer, strict=True):
-            assert whole[0] == pytest.approx(split[0], rel=1e-5), case
-            torch.testing.assert_close(split[1], whole[1], rtol=0, atol=2e-5, msg=str(case))
-            for name, weight in whole[2].items():
-                scale = weight.abs().max().item()
-                assert (split[2][name] - weight).abs().max().item() <= 1e-5 * scale, (case, name)
+        for case, found in zip(PROMPTS[world_size], answer, strict=True):
+            same(*found, case)

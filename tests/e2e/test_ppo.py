@@ -182,8 +182,14 @@ def run_refused(path, overrides, break_it):
     import megarlhf.models.attention as attention
 
     plain = attention.Attention.forward
-    if break_it == "mask":  # what TE's causal attention would do with left-padded rows
-        attention.Attention.forward = lambda self, q, k, v, attention_mask, **more: plain(self, q, k, v, None, **more)
+
+    def causal(self, query, key, value, mask, **more):  # what TE's causal attention would do with left-padded rows
+        length = len(key)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)[-mask.shape[2] :]
+        return plain(self, query, key, value, later.expand_as(mask), **more)
+
+    if break_it == "mask":
+        attention.Attention.forward = causal
     try:
         run_ppo(path, [overrides])
     except UserError as error:
