@@ -45,11 +45,7 @@ SYSTEMS = {
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
 # Two processes: data parallel for both; tensor parallel is ours alone.
-TWO = {
-    "trl": [],
-    "megarlhf": [],
-    "tp2": ["parallel.tensor=2", "parallel.sequence=true"],
-}
+TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"]}
 
 
 def main() -> None:

@@ -301,12 +301,14 @@ def loading() -> Iterator[None]:
     system."""
     if not on_cuda():
         _large_blocks_apart(True)
-    yield
-    if on_cuda():
-        torch.cuda.empty_cache()
-    else:
-        trim()
-        _large_blocks_apart(False)
+    try:
+        yield
+    finally:
+        if on_cuda():
+            torch.cuda.empty_cache()
+        else:
+            trim()
+            _large_blocks_apart(False)
 
 
 def trim() -> None:

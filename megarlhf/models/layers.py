@@ -16,7 +16,7 @@ class Layer(TransformerLayer):
     """x + attention(norm x), then x + mlp(norm' x).
 
     `unread`, set before a forward pass: from so many leading positions nobody reads what this layer makes of them. They
-    get keys and values, but no queries, projection or MLP: of a layer's work for a long prompt, three quarters.
+    are keys and values to the others, but get no attention, projection or MLP: three quarters of a layer's matrices.
     """
 
     unread = 0
