@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,8 @@ from megarlhf.cluster.slurm import JobConfig
 GRACE = 2.0  # seconds that rank 0 waits for a better explanation than "I lost a peer"
 ERROR, FAILURE = 2, 1  # exit statuses: the user's mistake, anything else
 GONE = "ended without a word: killed, or its machine is gone"
-_FRAMES = 16
+_INNERMOST = 12  # calls of a stack that are shown whosever they are
+_OURS = "megarlhf/"
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,8 @@ class _Watch:
         self.phase, self.step, self.count = name, step, self.count + 1
 
     def beat(self) -> Beat:
-        # not traceback.extract_stack: it looks at the source files, and the file system may be what hangs
-        stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[self.main])]
-        shown = tuple(f"{_short(code.co_filename)}:{line} {code.co_name}" for code, line in stack[:_FRAMES][::-1])
-        place = self.rendezvous
-        return Beat(place.rank, place.node, os.getpid(), self.phase, self.step, self.count, shown)
+        place, stack = self.rendezvous, stack_of(sys._current_frames()[self.main])
+        return Beat(place.rank, place.node, os.getpid(), self.phase, self.step, self.count, stack)
 
     def send(self, **message: Any) -> None:
         with self.sending:
@@ -381,12 +380,23 @@ def is_of_peer(error: BaseException) -> bool:
     return "DistError" in names or any("gloo/transport" in str(link) or "NCCL" in str(link) for link in chain)
 
 
+def stack_of(frame: types.FrameType) -> tuple[str, ...]:
+    """ "file:line function" of each call, innermost last: where the program is, and of what lies above it our own
+    functions, which say what it was about to do.
+
+    Not traceback.extract_stack: that looks at the source files, and the file system may be what hangs."""
+    calls = [
+        f"{_short(call.f_code.co_filename)}:{line} {call.f_code.co_name}" for call, line in traceback.walk_stack(frame)
+    ]
+    return tuple(calls[:_INNERMOST] + [call for call in calls[_INNERMOST:] if call.startswith(_OURS)])[::-1]
+
+
 def _beat(values: dict[str, Any]) -> Beat:
     return Beat(**{**values, "stack": tuple(values["stack"])})
 
 
 def _waits(beat: Beat) -> bool:
-    return bool(beat.stack) and beat.stack[-1].startswith("torch/distributed")
+    return bool(beat.stack) and beat.stack[-1].startswith(("torch/distributed", "megarlhf/cluster/gloo.py"))
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -402,7 +412,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _short(path: str) -> str:
-    for root in ("site-packages/", "megarlhf/"):
+    for root in ("site-packages/", _OURS):
         _, found, rest = path.rpartition(root)
         if found:
             return rest if root == "site-packages/" else found + rest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 import pytest
 import torch.distributed as dist
 
-from megarlhf.cluster.watchdog import Beat, Seen, diagnosis, is_of_peer
+from megarlhf.cluster.watchdog import Beat, Seen, diagnosis, is_of_peer, stack_of
 
 NOW, SILENCE = 1000.0, 12.0
 WAITING = ("megarlhf/engine.py:1 step", "torch/distributed/distributed_c10d.py:2 all_reduce")
@@ -41,6 +44,34 @@ def test_the_lagging_rank_is_named(odd, why):
     assert "rank 0 on node1 (pid 100, phase 'step' of step 7) and ranks 1,3; last seen in:" in text
     for frame in odd.get("stack", WAITING):
         assert frame in text
+
+
+@pytest.mark.parametrize(
+    "waiting", ["torch/distributed/distributed_c10d.py:2 all_reduce", "megarlhf/cluster/gloo.py:3 wait"]
+)
+def test_who_works_while_the_others_wait(waiting):
+    """Two against two: their places alone do not tell."""
+    seen = ranks(stack=WORKING) | {0: ranks(stack=WORKING)[2]}
+    for rank in (1, 3):
+        seen[rank].beat = dataclasses.replace(seen[rank].beat, stack=(WAITING[0], waiting))
+    seen[0].beat = dataclasses.replace(seen[0].beat, rank=0)
+    assert diagnosis(seen, NOW, SILENCE)[1] == [0, 2]
+
+
+def test_a_stack_shows_the_loop_above_a_deep_model():
+    """Whatever depth of other people's modules lies between."""
+    scope = {}
+    for file, text in {
+        "/x/site-packages/torch/module.py": "def model(depth): return model(depth - 1) if depth else forward()",
+        "/x/megarlhf/megarlhf/models/layers.py": "def forward(): return frame()",
+        "/x/megarlhf/megarlhf/train/online.py": "def train(): return model(40)",
+    }.items():
+        exec(compile(text, file, "exec"), scope)
+    scope["frame"] = lambda: stack_of(sys._getframe())
+    stack = scope["train"]()
+    assert "megarlhf/train/online.py:1 train" in stack
+    assert stack[-2] == "megarlhf/models/layers.py:1 forward"
+    assert sum(call == "torch/module.py:1 model" for call in stack) == 10
 
 
 def test_all_at_the_same_place():
