@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._device
 
-from megarlhf.cluster import gloo, launch
+from megarlhf.cluster import collectives, launch
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.kernels import cpu
 
@@ -590,8 +590,9 @@ def _rotary(plain):
 
 
 def _import_megatron_on_cpu() -> None:
-    dist.all_gather_into_tensor = gloo.all_gather_into_tensor  # megatron binds them when it is imported
-    dist.reduce_scatter_tensor = gloo.reduce_scatter_tensor
+    dist.all_gather_into_tensor = collectives.all_gather_into_tensor  # megatron binds them when it is imported
+    dist.reduce_scatter_tensor = collectives.reduce_scatter_tensor
+    dist.all_reduce = collectives.all_reduce
     sys.modules["fused_weight_gradient_mlp_cuda"] = cpu  # apex's place
     with lean_imports():  # megatron decorates functions with torch.compile while it is imported
         import megatron.core.jit

@@ -41,6 +41,7 @@ ERROR, FAILURE = 2, 1  # exit statuses: the user's mistake, anything else
 GONE = "ended without a word: killed, or its machine is gone"
 _INNERMOST = 12  # calls of a stack that are shown whosever they are
 _OURS = "megarlhf/"
+_WAITS = ("torch/distributed/", "megarlhf/cluster/collectives.py", "megarlhf/cluster/shared_memory.py")
 
 
 @dataclass(frozen=True)
@@ -396,7 +397,7 @@ def _beat(values: dict[str, Any]) -> Beat:
 
 
 def _waits(beat: Beat) -> bool:
-    return bool(beat.stack) and beat.stack[-1].startswith(("torch/distributed", "megarlhf/cluster/gloo.py"))
+    return bool(beat.stack) and beat.stack[-1].startswith(_WAITS)
 
 
 def _ranks(ranks: Iterable[int]) -> str:
