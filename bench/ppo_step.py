@@ -9,7 +9,7 @@ and all processes, peak memory is the sum of the processes' peak resident sets. 
 (build/trl, made at the first call, with the torch and transformers of constraints.txt). `shared`: megarlhf with the
 value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, its default, and once more in
 micro-batches of 8 (`trl-8`), which saves it memory; megarlhf 8 rows at a time, all with the small vocabulary, and
-with two processes 16.
+with two processes 16. Of two processes also the throughput against `one`, in wall seconds.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SYSTEMS = {
     "shared": OURS["shared"],
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
-# Two processes: data parallel for both; tensor parallel is ours alone.
-TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"]}
+# Two processes: data parallel for both; tensor parallel is ours alone. `one` process of ours: what two are worth.
+TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"], "one": []}
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ class Bench:
         results = {name: [] for name in systems}
         for _ in range(1 if quick else runs):
             for name, system in systems.items():
-                results[name].append(self.run(system, processes, steps=4 if quick else 5))
+                results[name].append(self.run(system, 1 if name == "one" else processes, steps=4 if quick else 5))
         return {name: summary(parts) for name, parts in results.items()}
 
     def run(self, system: dict, processes: int, steps: int) -> dict:
@@ -201,6 +201,7 @@ def summary(runs: list[dict]) -> dict:
     totals = [{kind: sum(run[phase][kind] for phase in PHASES) for kind in ("cpu", "wall")} for run in runs]
     result["step"] = {kind: statistics.median(total[kind] for total in totals) for kind in ("cpu", "wall")}
     result["runs"] = [total["cpu"] for total in totals]
+    result["walls"] = [total["wall"] for total in totals]
     result["peak"] = statistics.median(run["peak"] for run in runs)
     return result
 
@@ -217,6 +218,14 @@ def report(figures: dict) -> None:
         print(f"{name:10}{line}{wall}{system['peak'] / 2**20:>10.0f} ({system['peak'] / peer['peak']:4.2f}x)")
     spread = (f"{name} {min(system['runs']):.2f}-{max(system['runs']):.2f}" for name, system in systems.items())
     print("  spread of the step's CPU seconds over runs: " + ", ".join(spread), flush=True)
+    if "one" in systems:
+        for name in ("megarlhf", "tp2"):
+            gains = [one / two for one, two in zip(systems["one"]["walls"], systems[name]["walls"], strict=True)]
+            each = ", ".join(f"{gain:.2f}" for gain in gains)
+            print(
+                f"  throughput of two processes against one, {name}: {statistics.median(gains):.2f} ({each})",
+                flush=True,
+            )
 
 
 def draw(figures: list[dict], path: Path) -> None:
@@ -228,7 +237,7 @@ def draw(figures: list[dict], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(figures), figsize=(4 * len(figures), 4), sharey=True, squeeze=False)
     for axis, one in zip(axes[0], figures, strict=True):
-        names, whole = list(one["systems"]), one["systems"]["trl"]["step"]["cpu"]
+        names, whole = [name for name in one["systems"] if name != "one"], one["systems"]["trl"]["step"]["cpu"]
         below = [0.0] * len(names)
         for phase in PHASES:
             shares = [one["systems"][name][phase]["cpu"] / whole for name in names]
