@@ -9,7 +9,7 @@ and all processes, peak memory is the sum of the processes' peak resident sets. 
 (build/trl, made at the first call, with the torch and transformers of constraints.txt). `shared`: megarlhf with the
 value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, its default, and once more in
 micro-batches of 8 (`trl-8`), which saves it memory; megarlhf 8 rows at a time, all with the small vocabulary, and
-with two processes 16. Of two processes also the throughput against `one`, in wall seconds.
+with two processes 16. Of two processes also the throughput against one, in wall seconds.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ SYSTEMS = {
     "shared": OURS["shared"],
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
-# Two processes: data parallel for both; tensor parallel is ours alone. `one` process of ours: what two are worth.
-TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"], "one": []}
+# Two processes: data parallel for both; tensor parallel is ours alone. What two are worth: `one` process of ours; and
+# two that know nothing of each other, with half of the batch each: more the machine does not have.
+TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"], "one": [], "apart": []}
+ALONE = {"one": (1, 1), "apart": (1, 2)}  # processes that work together, and how many such at the same time
 
 
 def main() -> None:
@@ -105,29 +107,39 @@ class Bench:
         results = {name: [] for name in systems}
         for _ in range(1 if quick else runs):
             for name, system in systems.items():
-                results[name].append(self.run(system, 1 if name == "one" else processes, steps=4 if quick else 5))
+                together, copies = ALONE.get(name, (processes, 1))
+                results[name].append(self.run(system, together, copies, steps=4 if quick else 5))
         return {name: summary(parts) for name, parts in results.items()}
 
-    def run(self, system: dict, processes: int, steps: int) -> dict:
-        """One run in fresh processes: {phase: {"cpu", "wall"} of the median step, "peak"}, summed over processes."""
+    def run(self, system: dict, processes: int, copies: int, steps: int) -> dict:
+        """One run in fresh processes: {phase: {"cpu", "wall"} of the median step, "peak"}, summed over processes. Of
+        several `copies` at the same time, each gets its part of the batch."""
+        sizes = self.sizes | {"batch": self.sizes["batch"] // copies}
+        running = [self._start(system, sizes, processes, steps) for _ in range(copies)]
+        for process, out in running:
+            if process.wait():
+                sys.exit(f"{' '.join(process.args)} failed:\n{Path(f'{out}.log').read_text()[-4000:]}")
+        files = [Path(f"{out}.{rank}.json") for _, out in running for rank in range(processes)]
+        return medians([json.loads(file.read_text()) for file in files])
+
+    def _start(self, system: dict, sizes: dict, processes: int, steps: int) -> tuple[subprocess.Popen, Path]:
         self.count += 1
         out = self.directory / f"out{self.count}"
         files = {name: str(self.directory / file) for name, file in FILES.items()}
-        spec = {**self.sizes, **system, **files, "out": str(out), "steps": steps}
+        spec = {**sizes, **system, **files, "out": str(out), "steps": steps}
         if system["system"] == "megarlhf":
-            spec |= our_settings(self.directory, self.sizes, system["overrides"], out, steps, processes)
+            spec |= our_settings(self.directory, sizes, system["overrides"], out, steps, processes)
         path = self.directory / f"spec{self.count}.json"
         path.write_text(json.dumps(spec))
         python = str(self.python) if system["system"] == "trl" else sys.executable
         launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        done = subprocess.run(
-            [python, *launcher, str(ROOT / "bench" / "ppo_child.py"), str(path)],
-            env={**os.environ, **THREADS, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            sys.exit(f"{' '.join(done.args)} failed:\n{done.stdout[-4000:]}")
-        return medians([json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(processes)])
+        with open(f"{out}.log", "w") as log:
+            process = subprocess.Popen(
+                [python, *launcher, str(ROOT / "bench" / "ppo_child.py"), str(path)],
+                env={**os.environ, **THREADS, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return process, out
 
 
 def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, steps: int, processes: int = 1) -> dict:
@@ -219,7 +231,7 @@ def report(figures: dict) -> None:
     spread = (f"{name} {min(system['runs']):.2f}-{max(system['runs']):.2f}" for name, system in systems.items())
     print("  spread of the step's CPU seconds over runs: " + ", ".join(spread), flush=True)
     if "one" in systems:
-        for name in ("megarlhf", "tp2"):
+        for name in ("megarlhf", "tp2", "apart"):
             gains = [one / two for one, two in zip(systems["one"]["walls"], systems[name]["walls"], strict=True)]
             each = ", ".join(f"{gain:.2f}" for gain in gains)
             print(
@@ -237,7 +249,7 @@ def draw(figures: list[dict], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(figures), figsize=(4 * len(figures), 4), sharey=True, squeeze=False)
     for axis, one in zip(axes[0], figures, strict=True):
-        names, whole = [name for name in one["systems"] if name != "one"], one["systems"]["trl"]["step"]["cpu"]
+        names, whole = [name for name in one["systems"] if name not in ALONE], one["systems"]["trl"]["step"]["cpu"]
         below = [0.0] * len(names)
         for phase in PHASES:
             shares = [one["systems"][name][phase]["cpu"] / whole for name in names]

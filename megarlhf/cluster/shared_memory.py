@@ -109,34 +109,43 @@ class Room:
 
 
 def room(group: dist.ProcessGroup | None) -> Room | None:
-    """The group's, made at the first call, which is a collective; None where its ranks are not all on one machine, or
-    the machine may show another process two writes in another order than they were made (anything but x86)."""
+    """The group's, made at the first call, which is a collective; None where its ranks cannot share memory, as on
+    several machines."""
     group = group or dist.group.WORLD
     if group not in _rooms:
-        alone = group.size() == 1 or platform.machine() != "x86_64"
-        _rooms[group] = None if alone else _make(group)
+        _rooms[group] = _make(group) if group.size() > 1 else None
     return _rooms[group]
 
 
 def _make(group: dist.ProcessGroup) -> Room | None:
     """Its first rank makes the memory, a file without a name, and tells the others its process and descriptor."""
     size = _PAGE + group.size() * 2 * HALF
-    memory, descriptor, offer = None, None, [None]
-    if group.rank() == 0:
-        descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
-        key = os.urandom(16)
-        memory[-len(key) :] = key
-        offer = [(os.getpid(), descriptor, key)]
-    dist.broadcast_object_list(offer, group=group, group_src=0)
-    if group.rank() != 0:
-        memory = _attached(*offer[0], size)
+    box = [_offer(size) if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if box[0] is None:
+        return None
+    memory = _attached(*box[0], size)
     processes = [None] * group.size()
     dist.all_gather_object(processes, os.getpid() if memory is not None else None, group=group)
-    if descriptor is not None:
-        os.close(descriptor)
+    if group.rank() == 0:
+        os.close(box[0][1])
     return Room(group, memory, processes) if None not in processes else None
+
+
+def _offer(size: int) -> tuple[int, int, bytes] | None:
+    """What `_attached` asks for. None where the kernel (before 5.3) has no descriptors of processes, or the processor
+    may show others two writes in another order than they were made (not x86)."""
+    if platform.machine() != "x86_64":
+        return None
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, size)
+    except (OSError, AttributeError):
+        return None
+    key = os.urandom(16)
+    os.pwrite(descriptor, key, size - len(key))
+    return os.getpid(), descriptor, key
 
 
 def _attached(pid: int, descriptor: int, key: bytes, size: int) -> mmap.mmap | None:
