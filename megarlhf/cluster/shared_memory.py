@@ -1,8 +1,8 @@
 """Collectives among CPU ranks of one machine, through memory that they share.
 
 gloo carries what two processes of one machine say over TCP: into the kernel and out of it, with two threads to be woken
-on the way, which takes longer than most of Megarlhf's collectives need for their arithmetic. Here a rank writes what
-others need into memory that the whole group has mapped, counts up, and waits until the others have counted up too.
+on the way, which takes longer than the sums themselves. Here a rank writes what others need into memory that the whole
+group has mapped, counts up, and waits until the others have counted up too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 HALF = 1 << 20  # bytes that a rank says at once: they stay in the caches
 REDUCTIONS = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
 _SPIN = 1e-3  # seconds of looking again and again, before a wait becomes a sleep
-_PAGE, _LINE = 4096, 8  # bytes before the halves; int64s between two ranks' counts
+_LINE = 64  # bytes of a rank's count: a line of a cache, so that two ranks do not write to the same
 _NAME = "megarlhf"
 
 _rooms: weakref.WeakKeyDictionary[dist.ProcessGroup, Room | None] = weakref.WeakKeyDictionary()
@@ -40,8 +40,9 @@ class Room:
         self.rank, self.count = group.rank(), group.size()
         self.others = [rank for rank in range(self.count) if rank != self.rank]
         self.ranks = dist.get_process_group_ranks(group)
-        self.halves = torch.frombuffer(memory, dtype=torch.uint8, offset=_PAGE).view(self.count, 2, HALF)
-        self.counts = memoryview(memory)[:_PAGE].cast("q")
+        counts = self.count * _LINE
+        self.counts = memoryview(memory)[:counts].cast("q")[:: _LINE // 8]
+        self.halves = torch.frombuffer(memory, dtype=torch.uint8, offset=counts).view(self.count, 2, HALF)
         self.turn = 0
         self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self.ends = {other: self._end_of(processes[other]) for other in self.others}
@@ -91,18 +92,18 @@ class Room:
     def _meet(self) -> None:
         """What this rank has written can be read by the others, and theirs by this one."""
         self.turn += 1
-        self.counts[self.rank * _LINE] = self.turn
+        self.counts[self.rank] = self.turn
         for other in self.others:
-            if self.counts[other * _LINE] < self.turn:
+            if self.counts[other] < self.turn:
                 self._await(other)
 
     def _await(self, other: int) -> None:
         began = time.monotonic()
-        while self.counts[other * _LINE] < self.turn:
+        while self.counts[other] < self.turn:
             waited = time.monotonic() - began
             if waited < _SPIN:
                 os.sched_yield()
-            elif self.ends[other].poll(1) and self.counts[other * _LINE] < self.turn:
+            elif self.ends[other].poll(1) and self.counts[other] < self.turn:
                 raise dist.DistBackendError(f"rank {self.ranks[other]} has ended in the middle of a collective")
             elif waited > self.timeout:
                 raise dist.DistBackendError(f"rank {self.ranks[other]} did not come to a collective: {waited:.0f} s")
@@ -119,7 +120,7 @@ def room(group: dist.ProcessGroup | None) -> Room | None:
 
 def _make(group: dist.ProcessGroup) -> Room | None:
     """Its first rank makes the memory, a file without a name, and tells the others its process and descriptor."""
-    size = _PAGE + group.size() * 2 * HALF
+    size = group.size() * (_LINE + 2 * HALF)
     box = [_offer(size) if group.rank() == 0 else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     if box[0] is None:
