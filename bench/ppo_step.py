@@ -69,8 +69,8 @@ def main() -> None:
                 figures.append({"configuration": name, "processes": processes,
                                 "systems": bench.measure(processes, arguments.runs, arguments.quick)})  # fmt: skip
                 report(figures[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+                if arguments.json:  # after each: the whole takes an hour
+                    arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     if arguments.png:
         draw(figures, arguments.png)
 
