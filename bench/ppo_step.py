@@ -15,6 +15,7 @@ with two processes 16. Of two processes also the throughput against one, in wall
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -58,6 +59,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart (needs matplotlib)")
     arguments = parser.parse_args()
+    if arguments.png and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--png needs matplotlib: pip install matplotlib")
     python = environment()
     figures = []
     for name, sizes in CONFIGURATIONS.items():
