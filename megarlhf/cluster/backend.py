@@ -4,7 +4,8 @@ On CUDA: NCCL, Transformer Engine layers and TE/apex fused Adam where they impor
 over gloo. Megatron names CUDA at a few dozen places (`device="cuda"`, streams, RNG states, tensor type strings);
 `install` replaces just the torch entry points behind those, so ordinary operations cost nothing extra; and, as TE and
 apex do on a GPU, kernels/cpu.py takes the place of chains of small operations (rotary embedding, SwiGLU) and of apex's
-weight gradients. Everything else in this project asks this module and never asks for a device type itself.
+weight gradients, and cluster/collectives.py that of collectives which gloo makes slow. Everything else in this project
+asks this module and never asks for a device type itself.
 
 `install()` is called once by a program, before megatron is first imported; it is never called at import.
 """
@@ -103,7 +104,7 @@ def describe() -> dict[str, str]:
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
         "device": hardware,
-        "collectives": "nccl" if on_cuda() else "gloo",
+        "collectives": "nccl" if on_cuda() else "gloo; shared memory on one machine",
         "layers": "transformer-engine" if _has_transformer_engine() else "megatron local",
         "attention": "scaled_dot_product_attention",
         "adam": _adam_name(),

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megarlhf.cluster import shared_memory
 
+READERS = 4  # ranks that may each read the whole of all others'; for more, gloo's all-reduce in parts moves less
+
 _all_reduce = dist.all_reduce
 
 
@@ -66,9 +68,9 @@ def reduce_scatter_tensor(
 
 
 def all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False):
-    """torch.distributed's. In shared memory every rank reads the whole of every other's: for few ranks."""
+    """torch.distributed's. In shared memory every rank reads the whole of every other's."""
     room = shared_memory.room(group)
-    if room is None or room.count > 4 or op not in shared_memory.REDUCTIONS:
+    if room is None or room.count > READERS or op not in shared_memory.REDUCTIONS:
         return _all_reduce(tensor, op, group, async_op)
     room.all_reduce(tensor.data.view(-1), shared_memory.REDUCTIONS[op])
     return _Done() if async_op else None

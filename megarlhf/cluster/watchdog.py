@@ -382,7 +382,7 @@ def is_of_peer(error: BaseException) -> bool:
 
 
 def stack_of(frame: types.FrameType) -> tuple[str, ...]:
-    """ "file:line function" of each call, innermost last: where the program is, and of what lies above it our own
+    """Each call as "file:line function", innermost last: where the program is, and of what lies above it our own
     functions, which say what it was about to do.
 
     Not traceback.extract_stack: that looks at the source files, and the file system may be what hangs."""

@@ -56,8 +56,8 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once; what it allocates stays until it is dropped: at
-    fixed addresses where steps are recorded as CUDA graphs; elsewhere caches have memory during `sample` alone.
+    """Samples from `engine`'s model. Build it once; what it allocates stays until it is dropped, at fixed addresses
+    where steps are recorded as CUDA graphs; elsewhere caches have memory during `sample` alone.
 
     prompt_length: P. seed: of the noise. pad_id: what stands in padded places, an id that no token can have (default:
     the first beyond the vocabulary). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
