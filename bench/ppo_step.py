@@ -1,6 +1,6 @@
 """One PPO step against TRL's PPO trainer (`trl==1.12.0`, the last release that has one).
 
-    python -m bench.ppo_step [--quick] [--runs N] [--json FILE] [--png FILE]
+    python -m bench.ppo_step [--quick] [--runs N] [--processes 1 2] [--only TEXT] [--json FILE] [--png FILE]
 
 The same Llama weights (policy, reward model; the critic starts from the reward model), prompts, lengths, batch and
 epochs, float32, one thread a process. The systems alternate, run by run, each in fresh processes; the figures are
@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model, one run of each: under a minute")
     parser.add_argument("--runs", type=int, default=3, help="of each system and configuration")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2], help="of a run (1 2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="configurations whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart (needs matplotlib)")
@@ -68,7 +69,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             bench = Bench(Path(directory), sizes, python)
-            for processes in (1,) if arguments.quick else (1, 2):
+            for processes in [1] if arguments.quick else arguments.processes:
                 figures.append({"configuration": name, "processes": processes,
                                 "systems": bench.measure(processes, arguments.runs, arguments.quick)})  # fmt: skip
                 report(figures[-1])

@@ -60,11 +60,10 @@ def test_as_torchs(ranks, world_size, one_machine):
 
 
 def alone():
-    source = torch.arange(6.0)
-    output = torch.empty(6)
-    collectives.reduce_scatter_tensor(output, source)
-    collectives.all_gather_into_tensor(source, output)
-    assert torch.equal(source, torch.arange(6.0)) and torch.equal(output, source)
+    source, total, whole = torch.arange(6.0), torch.zeros(6), torch.zeros(6)
+    collectives.reduce_scatter_tensor(total, source)
+    collectives.all_gather_into_tensor(whole, source)
+    assert torch.equal(total, source) and torch.equal(whole, source)
 
 
 def the_same_sum_everywhere():
