@@ -2,7 +2,7 @@
 # What the job scripts here share: start `megarlhf PROGRAM --config YAML [key.sub=value ...]` on all GPUs of the job, and
 # put the job back into the queue when the run asks for it. docs/slurm.md tells what each failure looks like.
 #
-#   MEGARLHF_PYTHON   the interpreter                 [.venv/bin/python if there is one, else python3]
+#   MEGARLHF_PYTHON   the interpreter   [.venv/bin/python if there is one and no CONTAINER_IMAGE, else python3]
 #   CONTAINER_IMAGE   run in this image, where Slurm has pyxis; CONTAINER_MOUNTS [this directory under its own name]
 set -euo pipefail
 program=$1 config=$2
@@ -15,7 +15,8 @@ if [ ! -f "$config" ]; then
 fi
 
 python=${MEGARLHF_PYTHON:-python3}
-if [ -z "${MEGARLHF_PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
+# .venv is of this machine: in a container its interpreter may not start, or has a torch for no GPU.
+if [ -z "${MEGARLHF_PYTHON:-}${CONTAINER_IMAGE:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 container=()
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
   if ! srun --help | grep -q -- --container-image; then

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 
 from megarlhf.cluster import slurm
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
+from tests.ranks import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +62,39 @@ def test_nodes_with_ranks_missing(job):
     job.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2),1")
     here = ["node1", "node1", "node2"]
     assert slurm.incomplete_nodes(here) == "; nodes with ranks missing: node2 (1 of 2), node3 (0 of 1)"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "{root}/.venv/bin/python"),
+        ({"CONTAINER_IMAGE": "image.sqsh"}, "python3"),  # the checkout's .venv is none of the container's
+        ({"CONTAINER_IMAGE": "image.sqsh", "MEGARLHF_PYTHON": "/opt/python"}, "/opt/python"),
+        ({"MEGARLHF_PYTHON": "/opt/python"}, "/opt/python"),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else "",
+)
+def test_which_python_a_job_starts(tmp_path, environment, expected):
+    """run.sh up to srun, which here is a command that prints what it is given."""
+    for path, content in {
+        ".venv/bin/python": "#!/bin/sh\n",
+        "bin/srun": '#!/bin/sh\nprintf "%s\\n" "$@" --container-image=\n',
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(content)
+        (tmp_path / path).chmod(0o755)
+    (tmp_path / "x.yaml").touch()
+    done = subprocess.run(
+        [shutil.which("bash", path="/bin:/usr/bin"), ROOT / "examples/slurm/run.sh", "sft", "x.yaml", "seed=1"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}/bin:/bin:/usr/bin", "SLURM_JOB_NAME": "x", "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NODELIST": "node1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    command = words[words.index("-m") - 1 : -1]
+    assert command == [expected.format(root=tmp_path), "-m", "megarlhf", "sft", "--config", "x.yaml", "seed=1"]
+    assert ("--container-image=image.sqsh" in words) == ("CONTAINER_IMAGE" in environment)
