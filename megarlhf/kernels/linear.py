@@ -9,6 +9,8 @@ Legend: S sequence, B rows, H hidden size, N selected rows of [S*B, H], V' colum
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -124,6 +126,14 @@ def linear_policy_ref_kl(
             temperature=temperature, vocab_size=vocab_size, tp_group=tp_group, backend=backend,
         ).kl  # fmt: skip
     return kl
+
+
+@torch.no_grad()
+def linear_logits(hidden: Tensor, weight_shard: Tensor) -> Tensor:
+    """hidden (N, H) @ weight_shard^T (V', H) -> (N, V') logits as `linear_logprobs` computes them: float32 of half
+    precision. No gradients."""
+    x, w = _operand(hidden), _operand(weight_shard)
+    return _project(x, w, x.new_empty(len(x), len(w), dtype=_accumulator(x)))
 
 
 class _Call:
@@ -271,10 +281,25 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, the product not rounded to the precision of its operands if WIDE_PRODUCTS."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif WIDE_PRODUCTS:
+    elif not WIDE_PRODUCTS:
+        total.add_(torch.mm(a, b))
+    elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, total.dtype, out=total)
     else:
-        total.add_(torch.mm(a, b))
+        total.add_(torch.mm(a, b, total.dtype))
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `addmm` adds float32 products of `dtype` to a float32 total there. torch 2.8 and 2.9 refuse a total of
+    another dtype than its operands'; versions do not tell for builds from in between, so it is tried."""
+    operand = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = operand.float()
+    try:
+        torch.addmm(total, operand, operand, total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _weight_grad(weight: Tensor, w_grad: Tensor, fusion: bool) -> Tensor:

@@ -245,6 +245,32 @@ def test_products_of_an_older_torch(monkeypatch):
         assert cases.relative(grad, exact) < cases.GRADIENT[torch.bfloat16]
 
 
+def test_products_of_a_torch_that_refuses_wide_sums():
+    """torch 2.8 and 2.9 hand out float32 products of halves, but do not add them: the sum is exact all the same. A CPU
+    refuses both; with a wide `mm` of its own it is such a torch."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).half() for shape in ((7, 12), (12, 5)))
+    total = torch.randn(7, 5, generator=generator)
+    expected = total + a.float() @ b.float()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+        kernels.linear._accumulate(total, a, b)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_are_those_of_the_log_probs(dtype):
+    """Of halves in float32: rounded to bfloat16 a logit of 20 would be off by up to 0.06."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (4 * torch.randn(n, 16, generator=generator).to(dtype) for n in (12, 257))
+    logits = kernels.linear_logits(hidden, weight)
+    assert logits.dtype == torch.float32 and logits.abs().max() > 100
+    cases.near("logits", logits, hidden.double() @ weight.double().t(), atol=1e-4, rtol=0)
+    labels = torch.randint(257, (12,), generator=generator)
+    expected = kernels.linear_logprobs(hidden[:, None], weight, labels).logprobs
+    cases.near("logprobs", kernels.logprobs(logits, labels).logprobs, expected.double(), atol=1e-4, rtol=0)
+
+
 def test_linear_needs_little_memory():
     """Forward and backward of 4096 rows of 32000 logits (500 MiB): one chunk and the weight's gradient."""
     program = """
