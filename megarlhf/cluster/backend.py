@@ -1,11 +1,12 @@
 """The one place where CPU and CUDA differ.
 
-On CUDA: NCCL, Transformer Engine layers and TE/apex fused Adam where they import. On CPU: *unmodified* megatron-core
-over gloo. Megatron names CUDA at a few dozen places (`device="cuda"`, streams, RNG states, tensor type strings);
-`install` replaces just the torch entry points behind those, so ordinary operations cost nothing extra; and, as TE and
-apex do on a GPU, kernels/cpu.py takes the place of chains of small operations (rotary embedding, SwiGLU) and of apex's
-weight gradients, and cluster/collectives.py that of collectives which gloo makes slow. Everything else in this project
-asks this module and never asks for a device type itself.
+On CUDA: NCCL, Transformer Engine layers (bfloat16) and TE/apex fused Adam where they import; cluster/cuda.py has what
+must be right before that. On CPU: *unmodified* megatron-core over gloo. Megatron names CUDA at a few dozen places
+(`device="cuda"`, streams, RNG states, tensor type strings); `install` replaces just the torch entry points behind
+those, so ordinary operations cost nothing extra; and, as TE and apex do on a GPU, kernels/cpu.py takes the place of
+chains of small operations (rotary embedding, SwiGLU) and of apex's weight gradients, and cluster/collectives.py that of
+collectives which gloo makes slow. Everything else in this project asks this module and never asks for a device type
+itself.
 
 `install()` is called once by a program, before megatron is first imported; it is never called at import.
 """
@@ -35,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._device
 
-from megarlhf.cluster import collectives, launch
+from megarlhf.cluster import collectives, cuda, launch
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.kernels import cpu
 
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
+@functools.cache
 def on_cuda() -> bool:
-    return torch.cuda.is_available()
+    """Whether this rank computes on a GPU. The first call may start CUDA's driver, whose environment it sets before;
+    it makes no context."""
+    return cuda.available(os.environ, torch.cuda.is_available)
 
 
 def device() -> torch.device:
@@ -57,7 +61,11 @@ def device() -> torch.device:
 
 def install() -> None:
     """Make megatron-core importable and runnable here. Idempotent; must precede the first import of megatron."""
+    cuda.hide_unusable(on_cuda())
     if on_cuda():
+        # NVIDIA's images turn TF32 on, whose products of float32 have 10 bits: sampler and trainer would not agree.
+        torch.set_float32_matmul_precision("highest")
+        cuda.load_transformer_engine()
         import megatron.core  # noqa: F401
     elif not hasattr(torch.cuda.current_device, "megarlhf"):
         # TE and apex are absent, which the banner says once; torch's new names for collectives are megatron's affair.
@@ -66,6 +74,7 @@ def install() -> None:
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
         _replace_torch_entry_points()
         _import_megatron_on_cpu()
+    _rotate_in_float32()
     _ensure_fused_adam()
     _tie_checkpoint_writer()
 
@@ -92,11 +101,13 @@ def lean_imports() -> Iterator[None]:
             del sys.modules["triton"]
 
 
-def describe() -> dict[str, str]:
-    """What was chosen, for the start-up banner."""
+def describe(dtype: torch.dtype) -> dict[str, str]:
+    """What was chosen for models of `dtype`, for the start-up banner."""
     import megatron.core
 
+    environment = {}
     if on_cuda():
+        environment = {"environment": ", ".join(f"{x}={os.environ[x]}" for x in cuda.ENVIRONMENT if x in os.environ)}
         hardware = torch.cuda.get_device_name()
     else:
         hardware = f"cpu, {torch.get_num_threads()} thread(s) a rank"
@@ -105,10 +116,11 @@ def describe() -> dict[str, str]:
         "megatron-core": megatron.core.__version__,
         "device": hardware,
         "collectives": "nccl" if on_cuda() else "gloo; shared memory on one machine",
-        "layers": "transformer-engine" if _has_transformer_engine() else "megatron local",
+        "layers": "transformer-engine" if _uses_transformer_engine(dtype) else "megatron local",
         "attention": "scaled_dot_product_attention",
         "adam": _adam_name(),
         "gradient accumulation": "fused" if not on_cuda() or _has_apex_wgrad() else "autograd",
+        **environment,
     }
 
 
@@ -131,9 +143,10 @@ def open_store(rendezvous: Rendezvous, timeout_minutes: float = 10) -> dist.Stor
 
 
 def join(rendezvous: Rendezvous, store: dist.Store, timeout_minutes: float = 10) -> None:
-    """Start the default process group: gloo on CPU, NCCL on CUDA with one device a rank."""
+    """Start the default process group: gloo on CPU, NCCL on CUDA with one device a rank. Raises UserError where ranks
+    would share a device."""
     if on_cuda():
-        torch.cuda.set_device(rendezvous.local_rank)
+        torch.cuda.set_device(cuda.device_index(rendezvous, torch.cuda.device_count()))
     os.environ.update(rendezvous.environment())
     dist.init_process_group(
         "nccl" if on_cuda() else "gloo",
@@ -144,9 +157,9 @@ def join(rendezvous: Rendezvous, store: dist.Store, timeout_minutes: float = 10)
     )
 
 
-def transformer_overrides(swiglu: bool) -> dict:
+def transformer_overrides(swiglu: bool, dtype: torch.dtype) -> dict:
     """Fields of TransformerConfig that depend on the backend."""
-    engine = _has_transformer_engine()
+    engine = _uses_transformer_engine(dtype)
     return dict(
         use_cpu_initialization=not on_cuda(),
         bias_activation_fusion=swiglu,
@@ -166,15 +179,15 @@ def block_spec(
     layer_type: type | None = None,
     shared_norm: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, megatron's local ones
-    otherwise, always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches would
-    be silently wrong.) `layer_type` stands for megatron's TransformerLayer; with `shared_norm` its attention and MLP
-    have one norm between them."""
+    """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, for bfloat16; megatron's local
+    ones otherwise; always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches
+    would be silently wrong.) `layer_type` stands for megatron's TransformerLayer; with `shared_norm` its attention and
+    MLP have one norm between them."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    if _has_transformer_engine():
+    if _uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         norm = TENorm
@@ -245,10 +258,29 @@ def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear where no gradient is needed. On AMD's processors through oneDNN: torch takes MKL for float32, which
-    keeps to AVX2 there and is half as fast. On Intel's MKL is the faster, by a tenth or two with few rows."""
-    if on_cuda() or _is_intel() or not torch.backends.mkldnn.is_available():
+    keeps to AVX2 there and is half as fast. On Intel's MKL is the faster, by a tenth or two with few rows. In bfloat16
+    torch itself knows whether oneDNN can use the processor."""
+    if on_cuda() or x.dtype != torch.float32 or _is_intel() or not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention of query [B, heads, Q, D] over key and value [B, groups, S, D], with `mask`
+    (True: is seen) or, without one, causal. `options` go to it.
+
+    A mask on a GPU (torch <= 2.13): cuDNN's kernel, the default on Hopper, gives NaN gradients for some lengths and low
+    scores; and no fused kernel knows mask and groups together, so that keys and values are repeated."""
+    repeats = query.shape[1] // key.shape[1]
+    if on_cuda():
+        torch.backends.cuda.enable_cudnn_sdp(mask is None)
+        if mask is not None and repeats > 1:
+            key, value, repeats = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), 1
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=repeats > 1, **options
+    )
 
 
 @functools.cache
@@ -337,9 +369,13 @@ def synchronize() -> None:
 # --------------------------------------------------------------------------------------------------- what imports
 
 
-@functools.cache
-def _has_transformer_engine() -> bool:
-    return on_cuda() and importlib.util.find_spec("transformer_engine") is not None
+def _uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers of `dtype` are TE's. It multiplies float32 in TF32, which differs by 1e-3 from the sampler."""
+    if not on_cuda() or dtype == torch.float32:
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE
 
 
 @functools.cache
@@ -414,7 +450,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _ensure_fused_adam() -> None:
-    """Where neither TE nor apex gave megatron a FusedAdam, give it ours."""
+    """Where neither TE nor apex gave megatron a FusedAdam that works here, give it ours."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
@@ -579,15 +615,23 @@ def _on_cpu(factory):
 
 
 def _rotary(plain):
-    """Megatron's rotary embedding, in fewer passes where it is the usual one."""
+    """Megatron's rotary embedding, in float32 as TE's: sines rounded to bfloat16 are off by up to 1/512. On CPU in
+    fewer passes where it is the usual one."""
 
     @functools.wraps(plain)
     def apply(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0):
-        if rotary_interleaved or multi_latent_attention or t.dtype != torch.float32:
-            return plain(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        return cpu.rotate(t, freqs, mscale)
+        if on_cuda() or rotary_interleaved or multi_latent_attention:
+            return plain(t.float(), freqs, rotary_interleaved, multi_latent_attention, mscale).to(t.dtype)
+        return cpu.rotate(t.float(), freqs, mscale).to(t.dtype)
 
     return apply
+
+
+def _rotate_in_float32() -> None:
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
+
+    if not hasattr(rope_utils._apply_rotary_pos_emb_bshd, "__wrapped__"):
+        rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
 
 
 def _import_megatron_on_cpu() -> None:
@@ -602,12 +646,10 @@ def _import_megatron_on_cpu() -> None:
         import megatron.core.pipeline_parallel
     megatron.core.jit.disable_jit_fuser()  # for what megatron imports later
 
-    import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.mlp as mlp
 
     mlp.bias_swiglu_impl = lambda x, bias, *_: cpu.swiglu(x if bias is None else x + bias)
-    rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns that the CPU generator moves inside a fork of the GPU's; here they are one.

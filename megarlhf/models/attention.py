@@ -1,7 +1,7 @@
 """Core attention over torch's scaled_dot_product_attention, for every backend.
 
 It honours a boolean mask everywhere (TE's causal attention does not look at one), takes torch's fused causal kernel
-when there is no mask, and knows grouped-query attention without repeating keys.
+when there is no mask, and knows grouped-query attention (`backend.attend`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from megarlhf.cluster import backend
 
 
 class Attention(MegatronModule):
@@ -31,12 +32,10 @@ class Attention(MegatronModule):
         # Under sequence parallelism the surrounding region already draws per rank.
         fork = dropout > 0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            context = F.scaled_dot_product_attention(
+            context = backend.attend(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                is_causal=attention_mask is None,
+                None if attention_mask is None else ~attention_mask,
                 dropout_p=dropout,
                 scale=self.scale,
-                enable_gqa=query.shape[2] != key.shape[2],
             )
         return context.permute(2, 0, 1, 3).reshape(length, rows, -1)

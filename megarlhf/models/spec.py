@@ -233,7 +233,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         variable_seq_lengths=False,
         **recomputation,
-        **backend.transformer_overrides(swiglu=architecture.gated_mlp and architecture.activation == "silu"),
+        **backend.transformer_overrides(
+            swiglu=architecture.gated_mlp and architecture.activation == "silu", dtype=dtype
+        ),
     )
 
 

@@ -125,6 +125,8 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
     """Write run.yaml into the run directory and a banner to stderr. Global rank 0 only."""
     if topology.rank != 0:
         return
+    from megarlhf.models.build import DTYPES  # megatron is imported by now
+
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
     (run / state.RUN_FILE).write_text(config.dump(settings))
@@ -135,7 +137,7 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
         f", from {settings.model.checkpoint or f'random weights (seed {settings.seed})'}",
         "layout": f"tensor {sizes.tensor}{' + sequence' if sizes.sequence else ''} x pipeline {sizes.pipeline} x data "
         f"{topology.data_size}{', distributed optimizer' if sizes.distributed_optimizer else ''}",
-        **backend.describe(),
+        **backend.describe(DTYPES[settings.model.dtype]),
         **lines,
     }
     for name, value in banner.items():

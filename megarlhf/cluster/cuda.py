@@ -1,0 +1,75 @@
+"""What has to be right before CUDA is used: the environment, the device of each rank, and libraries that are whole.
+
+`cluster/backend.py` calls these; nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, MutableMapping
+
+from megarlhf.cluster.launch import Rendezvous
+from megarlhf.config import UserError
+
+# What the driver, torch's allocator and NCCL read from the environment when they start; what a user set there stays.
+ENVIRONMENT = {
+    # One queue: the gathers and scatters of sequence parallelism begin before the products that they overlap with.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # The memory of gradients comes and goes at every step; a segment of fixed size stays for one small tensor in it.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # NCCL in a CUDA graph would register memory that such segments move: an illegal access.
+    "NCCL_GRAPH_REGISTER": "0",
+}
+TRANSFORMER_ENGINE = "transformer-engine[pytorch]>=2.9,<2.12"  # as in setup.cfg: megatron-core 0.16 works with these
+
+
+def available(environment: MutableMapping[str, str], is_available: Callable[[], bool]) -> bool:
+    """The answer of `is_available`, which may start the driver and is therefore asked with ENVIRONMENT set. What was
+    added to `environment` stays there if the answer is yes."""
+    added = {name: value for name, value in ENVIRONMENT.items() if name not in environment}
+    if "PYTORCH_ALLOC_CONF" in environment:  # the same variable under its newer name
+        added.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    environment.update(added)
+    found = is_available()
+    if not found:
+        for name in added:
+            del environment[name]
+    return found
+
+
+def device_index(rendezvous: Rendezvous, visible: int) -> int:
+    """Which of the `visible` devices is this rank's: the one of its local rank; or the only one, where the scheduler
+    shows every task its own. Raises UserError where ranks would share a device."""
+    if 1 < visible < rendezvous.local_world_size:
+        raise UserError(
+            f"{rendezvous.local_world_size} ranks on {rendezvous.node} would share {visible} GPUs; start one rank a "
+            f"GPU ({visible} on this node), or show each rank its own alone (srun --gpus-per-task=1)"
+        )
+    return rendezvous.local_rank % visible
+
+
+def hide_unusable(on_cuda: bool) -> None:
+    """Make Transformer Engine and apex an ImportError where they cannot work: on a CPU, and apex without its compiled
+    half. Megatron takes them wherever they import."""
+    unusable = [] if on_cuda else ["transformer_engine", "apex"]
+    if importlib.util.find_spec("amp_C") is None:
+        unusable.append("apex")
+    for name in unusable:
+        sys.modules.setdefault(name, None)
+
+
+def load_transformer_engine() -> None:
+    """Import Transformer Engine, if it is installed, before megatron does. Megatron takes any ImportError for "not
+    installed", and ends with a traceback on another error. Raises UserError where it is installed but does not load."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # FileNotFoundError without its torch half; RuntimeError, AssertionError, OSError
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"Transformer Engine is installed but does not load ({type(error).__name__}: {reason[:300]}); install all "
+            f"of it (pip install --no-build-isolation '{TRANSFORMER_ENGINE}'), or uninstall it to use megatron's own "
+            "layers"
+        )
