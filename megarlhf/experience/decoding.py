@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarlhf import batch
+from megarlhf import batch, kernels
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 
@@ -64,14 +64,12 @@ class Decoder:
         self.queries = config.num_attention_heads // config.num_query_groups
         self.head_dim = config.kv_channels
         self.layers = [_Layer(layer) for layer in chunk.decoder.layers]
-        self.final_norm = None
-        if chunk.post_process:
-            self.final_norm = (chunk.decoder.final_layernorm.weight, chunk.decoder.final_layernorm.bias)
+        self.final_norm = _parameters(chunk.decoder.final_layernorm) if chunk.post_process else None
         self.rotary = None
         if chunk.position_embedding_type == "rope":
             # Rotary attention depends on the distance of two tokens alone, so a token's column serves as its position.
             angles = chunk.rotary_pos_emb(max_length)[:, 0, 0]
-            self.rotary = (angles.cos().to(config.params_dtype), _signed(angles.sin()).to(config.params_dtype))
+            self.rotary = (angles.cos(), _signed(angles.sin()))  # float32, as in the trainer (backend.install)
 
     def cache(self, rows: int, length: int) -> Cache:
         """Room for `rows` rows of at most `length` tokens."""
@@ -112,12 +110,8 @@ class Decoder:
             query, key, value = self._rotated(layer, fused, rotary)
             for store, new in ((cache.keys, key), (cache.values, value)):
                 store[layer, mine].unflatten(0, (rows, samples))[:, :, :, :length] = new.transpose(1, 2)[:, None]
-            context = F.scaled_dot_product_attention(
-                query.flatten(2, 3).transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                attn_mask=mask,
-                enable_gqa=self.queries > 1,
+            context = backend.attend(
+                query.flatten(2, 3).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask
             )
             return context.transpose(1, 2).flatten(2)
 
@@ -137,7 +131,7 @@ class Decoder:
             keys.index_copy_(2, cache.column, key[:, :, None])
             values.index_copy_(2, cache.column, value[:, :, None])
             # The query heads of a group see the same keys, as the tokens of a sequence do: no key is repeated.
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.visible).flatten(1)
+            return backend.attend(query, keys, values, cache.visible).flatten(1)
 
         x = self._run(x, attend)
         cache.column.add_(1)
@@ -145,8 +139,9 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, H) after the final norm -> this rank's (B, V') logits."""
-        return backend.linear(hidden, self.chunk.head_weight())
+        """(B, H) after the final norm -> this rank's (B, V') logits, in float32 as the trainer's."""
+        weight = self.chunk.head_weight()
+        return backend.linear(hidden, weight) if weight.dtype.itemsize > 2 else kernels.linear_logits(hidden, weight)
 
     # ------------------------------------------------------------------------------------------- how
 
@@ -180,7 +175,7 @@ class Decoder:
             cos, sin = rotary
             size = cos.shape[-1]
             part = turning[..., :size]
-            turned = part * cos + part.roll(size // 2, -1) * sin
+            turned = (part * cos + part.roll(size // 2, -1) * sin).to(part.dtype)
             turning = turned if size == self.head_dim else torch.cat([turned, turning[..., size:]], -1)
         return turning[..., :-1, :], turning[..., -1, :], value
 
@@ -222,13 +217,20 @@ class _Layer:
     def __init__(self, layer):
         attention, mlp = layer.self_attention, layer.mlp
         self.attention_norm = _norm_of(layer.input_layernorm, attention.linear_qkv)
-        self.qkv = (attention.linear_qkv.weight, attention.linear_qkv.bias)
-        self.projection = (attention.linear_proj.weight, attention.linear_proj.bias)
+        self.qkv = _parameters(attention.linear_qkv)
+        self.projection = _parameters(attention.linear_proj)
         self.mlp_norm = _norm_of(layer.pre_mlp_layernorm, mlp.linear_fc1) or self.attention_norm
-        self.up = (mlp.linear_fc1.weight, mlp.linear_fc1.bias)
-        self.down = (mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+        self.up = _parameters(mlp.linear_fc1)
+        self.down = _parameters(mlp.linear_fc2)
         self.query_norm = _norm_of(attention.q_layernorm, None)
         self.key_norm = _norm_of(attention.k_layernorm, None)
+
+
+def _parameters(module) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of a linear layer or a norm. Without a bias Transformer Engine's linear layers have an empty
+    one, its norms no such attribute."""
+    bias = getattr(module, "bias", None)
+    return module.weight, None if bias is None or not bias.numel() else bias
 
 
 def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None] | None:
@@ -236,7 +238,7 @@ def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None] | None:
     no norm."""
     if hasattr(linear, "layer_norm_weight"):
         return linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None)
-    return (norm.weight, norm.bias) if hasattr(norm, "weight") else None
+    return _parameters(norm) if hasattr(norm, "weight") else None
 
 
 def _signed(sin: Tensor) -> Tensor:

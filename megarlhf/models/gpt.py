@@ -70,6 +70,8 @@ class GPT(GPTModel):
         self.embedding_scale = torch.tensor(scale, dtype=config.params_dtype).item()
         if first:
             self.embedding.word_embeddings.__class__ = WordEmbedding
+            if architecture.position_embedding == "learned":  # megatron leaves them in fp32 on the CPU
+                self.embedding.position_embeddings.to(device=backend.device(), dtype=config.params_dtype)
         if architecture.rope_scaling:
             self.rotary_pos_emb.inv_freq = scaled_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if not last:

@@ -91,10 +91,11 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         return values.new_zeros(responses * rows).index_put((counted,), values).view(responses, rows).t()
 
     def logits(self, hidden: Tensor, column: int, *, weight: Tensor) -> Tensor:
-        """(B, V'): this rank's columns of the logits at one `column` of the sequences; `hidden` as in `forward`."""
+        """(B, V'): this rank's columns of the logits, in fp32, at one `column` of the sequences; `hidden` as in
+        `forward`."""
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        return F.linear(hidden[column], weight)
+        return kernels.linear_logits(hidden[column], weight)
 
 
 class ScalarHead(nn.Module):

@@ -63,19 +63,19 @@ def test_going_on_under_another_layout(ranks, tmp_path, family, writer, reader):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "more"),
+    ("family", "sizes", "more"),
     [
-        (dict(tensor=2, sequence=True), dict(dtype="bf16")),
-        (dict(), dict(dtype="bf16", asynchronous=True)),
-        (dict(pipeline=2), dict(dropout=0.1)),
+        ("llama", dict(tensor=2, sequence=True), dict(dtype="bf16")),
+        ("llama", dict(), dict(dtype="bf16", asynchronous=True)),
+        ("gpt2", dict(pipeline=2), dict(dtype="bf16", dropout=0.1)),
     ],
-    ids=["tp2-bf16", "dp2-bf16-async", "pp2-dropout"],
+    ids=["tp2-bf16", "dp2-bf16-async", "gpt2-pp2-bf16-dropout"],
 )
-def test_same_layout_is_bit_identical(ranks, tmp_path, sizes, more):
+def test_same_layout_is_bit_identical(ranks, tmp_path, family, sizes, more):
     options = [more.get("dtype", "fp32"), more.get("asynchronous", False), more.get("dropout", 0.0)]
-    straight = ranks.run(2, run, tmp_path / "straight", "llama", sizes, 0, 6, *options)[0]
-    first = ranks.run(2, run, tmp_path / "run", "llama", sizes, 0, 3, *options)[0]
-    second = ranks.run(2, run, tmp_path / "run", "llama", sizes, 3, 6, *options)[0]
+    straight = ranks.run(2, run, tmp_path / "straight", family, sizes, 0, 6, *options)[0]
+    first = ranks.run(2, run, tmp_path / "run", family, sizes, 0, 3, *options)[0]
+    second = ranks.run(2, run, tmp_path / "run", family, sizes, 3, 6, *options)[0]
     assert first[0] + second[0] == straight[0]
     assert all(torch.equal(second[1][name], straight[1][name]) for name in straight[1])
 
