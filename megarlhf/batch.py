@@ -93,6 +93,7 @@ class Experience(Sequences):
     rewards: Tensor  # (B, R) float32; this and the next two are 0 outside the mask
     advantages: Tensor  # (B, R) float32
     returns: Tensor  # (B, R) float32
+    correction: Tensor | None = None  # (B, R) float32: what advantages add to GAE of the rewards (algorithms/kl.py)
 
 
 @dataclass(frozen=True, kw_only=True)

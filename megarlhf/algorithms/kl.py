@@ -1,11 +1,16 @@
 """The penalty that holds the policy near the reference: estimators, rewards, controllers.
 
+The objective is E[score - kl_coef * sum_t k1_t] over sampled responses (Ziegler et al. 2019, arXiv:1909.08593, eq. 2),
+with k1_t = logprobs_t - ref_logprobs_t. The mean of k1_t over the tokens that the policy can choose in a state is that
+state's KL(policy, reference), KL_t. The best policy is reference * exp(score / kl_coef) / Z.
+
 Legend: B rows, R response columns; logprobs and ref_logprobs are of the sampled tokens, at the sampling temperature
 (detail P1).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +19,6 @@ from torch import Tensor
 
 from megarlhf.algorithms.masked import last_valid
 
-Estimator = Literal["k1", "k2", "k3"]  # of sampled tokens
 ScorePosition = Literal["last", "last_valid"]
 
 
@@ -26,10 +30,18 @@ class KLConfig:
     controller: Literal["fixed", "adaptive"] = "fixed"  # [adaptive]
     target: float = 6.0  # [6] adaptive: nats a response
     horizon: int = 10_000  # [10000] adaptive: responses; the larger, the slower
-    # [k1] of the penalty per token; exact: over the whole vocabulary, at the cost of two more head GEMMs a step
-    estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
+    # [k1] k1: of the sampled tokens; exact: later states' KL over the whole vocabulary, which has less variance, at the
+    # cost of two more head GEMMs a step
+    estimator: str = "k1"
 
     def __post_init__(self):
+        if self.estimator in ("k2", "k3"):
+            raise ValueError(
+                f"estimator: {self.estimator} as a reward is biased: its best policy is not that of the KL penalty; "
+                "use k1 or exact"
+            )
+        if self.estimator not in ("k1", "exact"):
+            raise ValueError(f"estimator: must be k1 or exact, not {self.estimator!r}")
         if self.coef < 0:
             raise ValueError(f"coef: must not be negative, not {self.coef}")
         for name in ("target", "horizon"):
@@ -37,30 +49,36 @@ class KLConfig:
                 raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator = "k1") -> Tensor:
-    """An estimate of KL(policy, reference) at each token, (B, R) -> (B, R); with d = logprobs - ref_logprobs
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1 = logprobs - ref_logprobs, (B, R) -> (B, R): an unbiased estimate of KL(policy, reference) at each token
+    (Schulman 2020, "Approximating KL divergence")."""
+    return logprobs - ref_logprobs
 
-        k1 = d,   k2 = d^2 / 2,   k3 = exp(-d) - 1 + d
 
-    k1 and k3 are unbiased, k2 and k3 never negative (Schulman 2020, "Approximating KL divergence").
+def own_correction(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """What a token's advantage needs beyond GAE where the rewards hold the exact KL, (B, R) -> (B, R):
+
+        -kl_coef * (k1_t - KL_t); 0 outside the mask
+
+    The gradient of the objective weights grad log pi(token t) with score - kl_coef * sum_{u >= t} k1_u. Given what was
+    sampled up to u - 1, k1_u has the mean KL_u: for the later tokens u > t, KL_u in its place leaves the expected
+    gradient as it is and takes variance out of it. Not so for u = t. KL_t is the same whichever token is sampled, so it
+    is a mere baseline, and a penalty of KL alone would not act on the token that caused it. GAE gives a token's own
+    reward the weight 1 for every gamma and lam, and so has this. Its mean is 0: the returns that a critic learns do not
+    need it.
     """
-    difference = logprobs - ref_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference**2 / 2
-    return torch.expm1(-difference) + difference  # expm1: exp(-d) - 1 would lose all of k3 ~ d^2 / 2 at small d
+    return torch.where(mask, -kl_coef * (kl_estimate(logprobs, ref_logprobs) - kl), 0)
 
 
 def penalised_rewards(
     scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, score_position: ScorePosition
 ) -> Tensor:
-    """scores (B,), kl (B, R): an estimate or the exact KL of each token's distribution -> (B, R) rewards
+    """scores (B,), kl (B, R): k1, or the exact KL of each token's distribution -> (B, R) rewards
 
         rewards = -kl_coef * kl, plus the score at its position; 0 outside the mask
 
-    (detail P8; Ziegler et al. 2019, arXiv:1909.08593, eq. 2). `last` is the last column, as in the original, and needs
-    responses of the fixed length; `last_valid` the last token that counts, which is the same for those.
+    (detail P8). With the exact KL the advantages need `own_correction`. `last` is the last column, as in the original,
+    and needs responses of the fixed length; `last_valid` the last token that counts, which is the same for those.
     """
     if score_position == "last":
         assert mask[:, -1].all(), "score_position 'last' with a response that ends before the last column"
@@ -77,9 +95,10 @@ def next_kl_coef(kl_coef: float, kl: float, config: KLConfig, *, batch_size: int
         error = clip(kl / target - 1, -0.2, 0.2),   kl_coef * (1 + error * batch_size / horizon)
 
     `kl` is the mean over the *global* batch of the sum over tokens, `objective/kl`, and `batch_size` its number of
-    responses. Were it each rank's own, the ranks' coefficients would drift apart.
+    responses. Were it each rank's own, the ranks' coefficients would drift apart. A KL that is not finite says nothing
+    about the coefficient and leaves it; a finite one counts even if the batch is not learned from.
     """
-    if config.controller == "fixed":
+    if config.controller == "fixed" or not math.isfinite(kl):
         return kl_coef
     error = min(0.2, max(-0.2, kl / config.target - 1))
     return kl_coef * (1 + error * batch_size / config.horizon)

@@ -31,6 +31,11 @@ def masked_var(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None 
     return masked_mean((values - masked_mean(values, mask, group=group)) ** 2, mask, group=group)
 
 
+def inverse_deviation(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """1 / sqrt(var + 1e-8), a float64 scalar: what `whiten` multiplies with."""
+    return torch.rsqrt(masked_var(values.double(), mask, group=group) + 1e-8)
+
+
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, group: dist.ProcessGroup | None = None) -> Tensor:
     """(B, R) -> (B, R): (values - mu) / sqrt(var + 1e-8), plus mu again if not `shift_mean`; 0 outside the mask.
 
@@ -39,8 +44,8 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, group: dist
     are in float64.
     """
     wide = values.double()
-    mean, var = masked_mean(wide, mask, group=group), masked_var(wide, mask, group=group)
-    whitened = (wide - mean) * torch.rsqrt(var + 1e-8)
+    mean = masked_mean(wide, mask, group=group)
+    whitened = (wide - mean) * inverse_deviation(wide, mask, group=group)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask, whitened, 0).to(values.dtype)

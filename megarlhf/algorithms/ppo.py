@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algorithms.advantages import gae
-from megarlhf.algorithms.kl import KLConfig, ScorePosition, kl_estimate, penalised_rewards
-from megarlhf.algorithms.masked import masked_sum, variance, whiten
+from megarlhf.algorithms.kl import KLConfig, ScorePosition, kl_estimate, own_correction, penalised_rewards
+from megarlhf.algorithms.masked import inverse_deviation, masked_sum, variance, whiten
 from megarlhf.batch import Experience, Rollout, Scores, Signals
 from megarlhf.metrics import Max, Metric, Min
 
@@ -67,6 +67,10 @@ def make_experience(
     kl = token_kl(signals, config)
     rewards = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=config.score_position)
     advantages, returns = gae(rewards, signals.values, mask, gamma=config.gamma, lam=config.lam)
+    correction = None
+    if config.kl.estimator == "exact":
+        correction = own_correction(signals.logprobs, signals.ref_logprobs, kl, mask, kl_coef=kl_coef)
+        advantages = advantages + correction
     return Experience(
         tokens=rollout.tokens,
         mask=mask,
@@ -77,14 +81,15 @@ def make_experience(
         rewards=rewards,
         advantages=advantages,
         returns=returns,
+        correction=correction,
     )
 
 
 def token_kl(signals: Signals, config: PPOConfig) -> Tensor:
-    """(B, R): what the penalty takes for the KL of each token's distribution."""
+    """(B, R): what the rewards take for the KL of each token's distribution."""
     if config.kl.estimator == "exact":
         return signals.kl
-    return kl_estimate(signals.logprobs, signals.ref_logprobs, estimator=config.kl.estimator)
+    return kl_estimate(signals.logprobs, signals.ref_logprobs)
 
 
 def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.ProcessGroup | None = None) -> Experience:
@@ -94,11 +99,17 @@ def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.Pr
     The original's order (lm-human-preferences train_policy.py, `loss`): rewards are whitened with their mean kept, GAE
     makes advantages *and returns* of the whitened rewards, and the advantages are whitened. So with `whiten_rewards`
     the critic learns the returns of whitened rewards, whose scale changes with the minibatch.
+
+    A token's own correction (`kl.own_correction`) is a part of its reward that is added after GAE. Whitening divides
+    rewards by their deviation and shifts all of them alike, so the correction is divided by the same deviation.
     """
     rewards, advantages, returns = minibatch.rewards, minibatch.advantages, minibatch.returns
     if config.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False, group=group)
         advantages, returns = gae(rewards, minibatch.values, minibatch.mask, gamma=config.gamma, lam=config.lam)
+        if minibatch.correction is not None:
+            scale = inverse_deviation(minibatch.rewards, minibatch.mask, group=group)
+            advantages = advantages + scale * minibatch.correction
     if config.whiten_advantages:
         advantages = whiten(advantages, minibatch.mask, group=group)
     return dataclasses.replace(minibatch, rewards=rewards, advantages=advantages, returns=returns)

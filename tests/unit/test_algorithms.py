@@ -160,29 +160,42 @@ def test_a_stopped_episode_is_the_shorter_episode():
 # ------------------------------------------------------------------------------------------------ KL: P8, P11
 
 
-def test_kl_estimators():
-    logprobs, ref_logprobs = normal(ROWS, LENGTH), normal(ROWS, LENGTH, seed=1)
-    for b in range(ROWS):
-        for t in range(LENGTH):
-            d = logprobs[b, t].item() - ref_logprobs[b, t].item()
-            expected = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}
-            for name, value in expected.items():
-                close(kl_estimate(logprobs[b, t], ref_logprobs[b, t], estimator=name), value)
-
-
-def test_k1_and_k3_are_unbiased():
+def test_k1_is_unbiased():
     policy, reference = normal(50).softmax(0), normal(50, seed=1).softmax(0)
-    exact = (policy * (policy / reference).log()).sum()
-    for name in ("k1", "k3"):
-        close((policy * kl_estimate(policy.log(), reference.log(), estimator=name)).sum(), exact)
-    assert (kl_estimate(policy.log(), reference.log(), estimator="k3") > 0).all()
+    close((policy * kl_estimate(policy.log(), reference.log())).sum(), (policy * (policy / reference).log()).sum())
 
 
-def test_k3_of_close_policies_in_float32():
-    """exp(-d) - 1 + d in float32 would give 0 or noise; the truth is d^2 / 2."""
-    difference = torch.tensor([1e-3, -1e-3, 1e-4])
-    got = kl_estimate(difference, torch.zeros(3), estimator="k3").double()
-    close(got / (difference.double() ** 2 / 2), [1, 1, 1], 0.1)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.7, 0.0)])
+def test_the_exact_kl_has_the_expected_advantages_of_k1(gamma, lam):
+    """A token's advantage, averaged over what may follow it, is the same with both, so the expected gradient is. All
+    responses of three tokens from a vocabulary of four, each token's distribution depending on all before it."""
+    vocab, length, rows = 4, 3, 64
+    tokens = torch.cartesian_prod(*[torch.arange(vocab)] * length)
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    logprobs, ref_logprobs, kl, values = (torch.zeros(rows, length, dtype=torch.float64) for _ in range(4))
+    for t in range(length):
+        state = (tokens[:, :t] * vocab ** torch.arange(t)).sum(1)
+        policy, reference = (normal(vocab**t, vocab, seed=seed + t).log_softmax(1)[state] for seed in (10, 20))
+        logprobs[:, t] = policy.gather(1, tokens[:, t : t + 1])[:, 0]
+        ref_logprobs[:, t] = reference.gather(1, tokens[:, t : t + 1])[:, 0]
+        kl[:, t] = (policy.exp() * (policy - reference)).sum(1)
+        values[:, t] = normal(vocab**t, seed=30 + t)[state]  # any critic
+    rollout = Rollout(tokens=torch.zeros(rows, 1 + length, dtype=torch.int64), mask=mask,
+                      sequence_ids=torch.arange(rows), logprobs=logprobs)  # fmt: skip
+    scores, signals = Scores(normal(rows, seed=40), mask, mask[:, 0]), Signals(logprobs, ref_logprobs, values, kl)
+    found = {}
+    for estimator in ("k1", "exact"):
+        config = config_of(mask, kl=KLConfig(estimator=estimator), gamma=gamma, lam=lam)
+        experience = make_experience(rollout, scores, signals, kl_coef=0.3, config=config)
+        found[estimator] = []
+        for t in range(length):
+            later = logprobs[:, t + 1 :].sum(1).exp()  # the probability of what follows token t
+            expected = (later * experience.advantages[:, t]).view(vocab ** (t + 1), -1).sum(1)
+            found[estimator].append(expected)
+            value = (logprobs[:, t:].sum(1).exp() * experience.returns[:, t]).view(vocab**t, -1).sum(1)
+            found[estimator].append(value)  # what the critic learns
+    for one, other in zip(found["k1"], found["exact"], strict=True):
+        close(other, one)
 
 
 @pytest.mark.parametrize("position", ["last", "last_valid"])
@@ -221,6 +234,8 @@ def test_adaptive_kl():
         coef = update(coef, kl)
     close(coef, 0.15 * (1 - 0.2 * 0.0512) ** 2 * (1 - 0.1 / 6 * 0.0512) * (1 + 0.2 * 0.0512))
     assert next_kl_coef(0.15, 100.0, KLConfig(), batch_size=512) == 0.15
+    for kl in (math.nan, math.inf, -math.inf):  # which says nothing
+        assert update(0.15, kl) == 0.15
 
 
 # ------------------------------------------------------------------------------------------------ PPO
@@ -233,7 +248,8 @@ def rollout_of(mask, seed=0):
     rollout = Rollout(tokens=tokens, mask=mask, prompt_len=2, sequence_ids=torch.arange(ROWS), logprobs=logprobs)
     ref_logprobs = poisoned(-normal(ROWS, LENGTH, seed=seed + 1).abs(), mask)
     values = poisoned(normal(ROWS, LENGTH, seed=seed + 2), mask)
-    return rollout, Scores(normal(ROWS, seed=seed + 3), mask, mask[:, 0]), Signals(logprobs, ref_logprobs, values)
+    kl = poisoned(normal(ROWS, LENGTH, seed=seed + 4).abs(), mask)
+    return rollout, Scores(normal(ROWS, seed=seed + 3), mask, mask[:, 0]), Signals(logprobs, ref_logprobs, values, kl)
 
 
 def config_of(mask, **options):
@@ -245,42 +261,49 @@ def experience_of(mask, **options):
 
 
 @MASKS
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_make_experience(mask, estimator):
     config = config_of(mask, kl=KLConfig(estimator=estimator))
     rollout, scores, signals = rollout_of(mask)
     experience = make_experience(rollout, scores, signals, kl_coef=0.15, config=config)
-    rewards = np.zeros((ROWS, LENGTH))
+    rewards, own = np.zeros((ROWS, LENGTH)), np.zeros((ROWS, LENGTH))
     lengths = mask.sum(1).tolist()
     for b, length in enumerate(lengths):
         for t in range(length):
             d = signals.logprobs[b, t].item() - signals.ref_logprobs[b, t].item()
-            rewards[b, t] = -0.15 * (d if estimator == "k1" else math.exp(-d) - 1 + d)
+            rewards[b, t] = -0.15 * (d if estimator == "k1" else signals.kl[b, t].item())
+            own[b, t] = 0 if estimator == "k1" else -0.15 * (d - signals.kl[b, t].item())
         rewards[b, length - 1] += scores.scores[b].item()
     advantages, returns = slow_gae(torch.from_numpy(rewards), signals.values, lengths, 1.0, 0.95)
     close(experience.rewards, rewards)
-    close(experience.advantages, advantages)
+    close(experience.advantages, advantages + own)
     close(experience.returns, returns)
     assert experience.tokens is rollout.tokens and experience.prompt_len == 2 and experience.mask is mask
 
 
 @MASKS
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
 @pytest.mark.parametrize("whiten_rewards", [True, False])
-def test_whitening_of_a_minibatch_in_the_originals_order(mask, whiten_rewards):
-    """P9: rewards (mean kept) -> GAE -> advantages; the returns are those of the whitened rewards."""
-    config = config_of(mask, whiten_rewards=whiten_rewards)
-    experience = experience_of(mask)
+def test_whitening_of_a_minibatch_in_the_originals_order(mask, whiten_rewards, estimator):
+    """P9: rewards (mean kept) -> GAE, with what a token's own exact KL adds, on the rewards' scale -> advantages; the
+    returns are those of the whitened rewards."""
+    options = dict(kl=KLConfig(estimator=estimator))
+    config = config_of(mask, whiten_rewards=whiten_rewards, **options)
+    experience = experience_of(mask, **options)
     minibatch = whiten_minibatch(experience, config=config)
-    rewards = experience.rewards.clone()
+    rewards, scale = experience.rewards.clone(), 1.0
     if whiten_rewards:
         kept = np.array(counted(rewards, mask))
-        rewards[mask] = torch.from_numpy((kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + kept.mean())
+        scale = 1 / np.sqrt(kept.var() + 1e-8)
+        rewards[mask] = torch.from_numpy((kept - kept.mean()) * scale + kept.mean())
     advantages, returns = slow_gae(rewards, experience.values, mask.sum(1).tolist(), 1.0, 0.95)
+    if estimator == "exact":
+        advantages += scale * experience.correction.numpy()
     kept = advantages[mask.numpy()]
     close(minibatch.rewards, rewards)
     close(minibatch.returns, returns)
     close(counted(minibatch.advantages, mask), (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8))
-    plain = whiten_minibatch(experience, config=config_of(mask, whiten_advantages=False))
+    plain = whiten_minibatch(experience, config=config_of(mask, whiten_advantages=False, **options))
     assert torch.equal(plain.advantages, experience.advantages)
 
 
@@ -419,18 +442,20 @@ def test_losses_do_not_depend_on_micro_batches(micro):
 
 @MASKS
 def test_objective(mask):
-    """Means over responses of sums over tokens; the KL is k1's whatever the penalty's estimator."""
+    """Means over responses of sums over tokens; objective/kl is k1's whatever the penalty's estimator."""
     rollout, scores, signals = rollout_of(mask)
-    config = config_of(mask, kl=KLConfig(estimator="k2"))
-    kl, entropy, penalty = [], [], []
+    config = config_of(mask, kl=KLConfig(estimator="exact"))
+    kl, entropy, exact = [], [], []
     for b, length in enumerate(mask.sum(1).tolist()):
         d = [signals.logprobs[b, t].item() - signals.ref_logprobs[b, t].item() for t in range(length)]
         kl.append(sum(d))
-        penalty.append(-0.15 * sum(x * x / 2 for x in d))
+        exact.append(sum(signals.kl[b, t].item() for t in range(length)))
         entropy.append(-sum(signals.logprobs[b, t].item() for t in range(length)))
+    penalty = -0.15 * np.array(exact)
     expected = {
-        "kl": np.mean(kl), "entropy": np.mean(entropy), "scores": np.mean(scores.scores.numpy()),
-        "scores_var": np.var(scores.scores.numpy()), "non_score_reward": np.mean(penalty),
+        "kl": np.mean(kl), "kl_exact": np.mean(exact), "entropy": np.mean(entropy),
+        "scores": np.mean(scores.scores.numpy()), "scores_var": np.var(scores.scores.numpy()),
+        "non_score_reward": np.mean(penalty),
         "scores_total": np.mean(scores.scores.numpy()) + np.mean(penalty), "response_length": mask.sum().item() / ROWS,
     }  # fmt: skip
     found = values_of(objective(rollout, scores, signals, kl_coef=0.15, config=config))
@@ -455,7 +480,8 @@ def test_the_originals_values():
         ({"vf_coef": -1}, "vf_coef: must be positive"),
         ({"kl": {"coef": -0.1}}, "kl.coef: must not be negative"),
         ({"kl": {"target": 0}}, "kl.target: must be positive"),
-        ({"kl": {"estimator": "k4"}}, "kl.estimator must be one of k1, k2, k3, exact"),
+        ({"kl": {"estimator": "k4"}}, "kl.estimator: must be k1 or exact, not 'k4'"),
+        ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 as a reward is biased: .*; use k1 or exact"),
         ({"score_position": "first"}, "score_position must be one of last, last_valid"),
     ],
 )
