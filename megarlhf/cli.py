@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--program", dest="subject", choices=TRAINING, help="whose configuration (default: by its keys)")
     check.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
     check.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="ranks a node (default 8)")
+    check.add_argument("--verify", action="store_true", help="also read every checkpoint whole, for its checksums")
     check.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
     text = "a run's curves, phase times, samples and configuration as one HTML file"
     report.arguments(programs.add_parser("report", help=text, description=text))
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
                 program=arguments.subject,
                 nodes=arguments.nodes,
                 per_node=arguments.gpus_per_node,
+                verify=arguments.verify,
             )
         else:
             module, _ = PROGRAMS[arguments.program]

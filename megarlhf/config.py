@@ -45,10 +45,9 @@ def load(
     """
     try:
         text = Path(path).read_text() if path is not None else ""
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot read the configuration ({error.strerror}); give --config an existing YAML file"
-        )
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot read the configuration ({reason}); give --config an existing YAML file")
     tree = _parse(text, str(path or "command line"))
     for override in overrides:
         _override(tree, override)

@@ -20,9 +20,7 @@ import datetime
 import functools
 import importlib.util
 import logging
-import multiprocessing.managers
 import os
-import signal
 import sys
 import time
 import warnings
@@ -76,7 +74,6 @@ def install() -> None:
         _import_megatron_on_cpu()
     _rotate_in_float32()
     _ensure_fused_adam()
-    _tie_checkpoint_writer()
 
 
 @contextlib.contextmanager
@@ -459,32 +456,6 @@ def _ensure_fused_adam() -> None:
         optimizer.USING_PYTORCH_OPTIMIZER = False
         distributed.HAVE_APEX_OR_TE = True
         distributed.USING_APEX_OPTIMIZER = True
-
-
-# --------------------------------------------------------------------------------------------------- checkpoint writer
-
-
-def _tie_checkpoint_writer() -> None:
-    """The manager process behind megatron's checkpoint writer: ours is forked (megatron's "spawn" imports __main__
-    again in every rank) and ends with its rank, however that ends."""
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
-
-    def results_queue():
-        if writer._results_queue is None:
-            # over TCP: a Unix socket would leave its directory behind in /tmp with every rank that is killed
-            fork = multiprocessing.get_context("fork")
-            manager = multiprocessing.managers.SyncManager(("127.0.0.1", 0), ctx=fork)
-            manager.start(_end_with_parent)
-            writer._results_queue = manager.Queue()
-        return writer._results_queue
-
-    writer._get_write_results_queue = results_queue
-
-
-def _end_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # --------------------------------------------------------------------------------------------------- megatron on CPU

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarlhf.checkpoint import steps
 from megarlhf.config import UserError
 from megarlhf.models.spec import FILE
 
@@ -47,11 +48,12 @@ def find_tokenizer(path: str | Path) -> Path | None:
 
 def _checkpoint(path: Path) -> Path:
     """The checkpoint directory of `path`: the latest one if it is a run, else `path` itself."""
-    latest = path / "checkpoints" / "latest"
-    if not latest.is_file():
+    step = steps.pointed(path / "checkpoints")
+    if step is None:
         return path
-    name = latest.read_text().strip()
-    step = latest.parent / name
-    if not name or not step.is_dir():
-        raise UserError(f"{latest}: names '{name}', which does not exist; write the name of a complete step into it")
+    if not step.is_dir():
+        raise UserError(
+            f"{step.parent / steps.LATEST}: names '{step.name[:80]}', which does not exist; write the name of a "
+            "complete step into it"
+        )
     return step

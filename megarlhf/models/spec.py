@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import yaml
-
 from megarlhf import config as configuration
 from megarlhf.config import UserError
 from megarlhf.models import shapes
@@ -128,7 +126,7 @@ class Architecture:
                 f"{directory}: not a megarlhf model ({FILE} is missing); convert a Hugging Face model with "
                 f"'python -m tools.convert hf2megatron SOURCE {directory}'"
             )
-        return configuration.from_dict(cls, yaml.safe_load(path.read_text()), str(path))
+        return configuration.load(cls, path)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ def main(path: str, overrides: list[str]) -> None:
     settings = config.load(PPORunConfig, path, overrides, presets=PRESETS)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    run(settings, plan, setup.cluster(rendezvous, settings))
+    topology = setup.cluster(rendezvous, settings)
+    run(settings, setup.agree(plan, rendezvous), topology)
 
 
 def check(settings: PPORunConfig, world_size: int) -> Plan:
@@ -188,6 +189,8 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
             f"{sources.PATIENCE / 60 + 5:g} or more"
         )
     start = setup.find(settings, length=length, role="actor")
+    if start.resume_from is not None:
+        read_progress(start.resume_from)
     sampler.check(
         settings.sampler,
         start.architecture,
@@ -228,6 +231,15 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
         ptx, report = load_sft(settings.ptx.data.train, start.tokenizer, settings.ptx.data)
         notes.append(report.summary())
     return Plan(start, prompts, ptx, tuple(notes))
+
+
+def read_progress(step_directory: Path) -> Progress:
+    """The loop's state in a step directory. Raises UserError where it is not what the loop has saved."""
+    state = checkpoint.read_state(step_directory)
+    saved, where = state.get("progress"), str(step_directory / checkpoint.STATE)
+    if not isinstance(saved, dict) or "kl_coef" not in saved or saved.get("step") != state["step"]:
+        raise UserError(f"{where}: its 'progress' is not that of a PPO run, or damaged; use another step directory")
+    return config.from_dict(Progress, saved, where)
 
 
 def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
@@ -284,7 +296,7 @@ def assemble(settings: PPORunConfig, plan: Plan, topology: Topology) -> tuple[Pl
         checkpoint.load(actor, start.resume_from / "actor", weights_only=False)
         if critic is not None:
             checkpoint.load(critic, start.resume_from / "critic", weights_only=False)
-        progress = Progress(**checkpoint.read_state(start.resume_from)["progress"])
+        progress = read_progress(start.resume_from)
     elif start.source is not None:
         checkpoint.load(actor, start.source, weights_only=True, fresh=new_head if shared else ())
         if settings.critic.checkpoint is not None:

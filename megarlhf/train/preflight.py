@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from megarlhf import checkpoint, config
+from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
 from megarlhf.models.locate import find_model
 from megarlhf.models.shapes import VOCABULARY, shapes
@@ -29,11 +30,19 @@ from megarlhf.models.spec import FILE, Architecture
 
 
 def main(
-    path: str, overrides: list[str], *, modules: dict[str, str], program: str | None, nodes: int, per_node: int
+    path: str,
+    overrides: list[str],
+    *,
+    modules: dict[str, str],
+    program: str | None,
+    nodes: int,
+    per_node: int,
+    verify: bool = False,
 ) -> None:
     """Say what is right on standard output and every mistake on standard error; SystemExit(2) if there is one.
 
-    `modules`: the programs that train, by name; `program`: which one the file is for, by default what its keys tell.
+    `modules`: the programs that train, by name; `program`: which one the file is for, by default what its keys tell;
+    `verify`: read every checkpoint whole, for its checksums.
     """
     loaded = {name: importlib.import_module(module) for name, module in modules.items()}
     program = program or guess(path, loaded)
@@ -58,9 +67,13 @@ def main(
     plan = attempt("configuration, data, tokenizer, layout", lambda: module.check(settings, world_size))
     for name, role, given in model_paths(settings):
         attempt(f"{name} {given}", lambda given=given, role=role: check_model(find_model(given, role)))
+        if verify:
+            attempt(f"checksums of {name}", lambda given=given, role=role: checksums.check(find_model(given, role)))
     if plan is not None and plan.start.resume_from is not None:
         for file in sorted(plan.start.resume_from.glob(f"*/{FILE}")):
             attempt(f"resume from {file.parent}", lambda file=file: check_model(file.parent))
+        if verify:
+            attempt("checksums of what is resumed", lambda: checksums.check(plan.start.resume_from))
     attempt(f"run directory {settings.run}", lambda: check_writable(Path(settings.run)))
     if plan is not None:
         attempt("disk for checkpoints", lambda: check_disk(settings, plan.start.architecture))

@@ -3,15 +3,19 @@ about to run."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from megarlhf import checkpoint, config
-from megarlhf.checkpoint import Checkpoints
+from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.cluster import backend, parallel, preflight, slurm, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import ParallelConfig, Topology
@@ -20,6 +24,8 @@ from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, ModelConfig, check_layout
 from megarlhf.train import state
+
+P = TypeVar("P")  # a program's Plan, with the field start
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ def find(settings: Any, *, length: int, role: str) -> Start:
     model: ModelConfig = settings.model
     if model.checkpoint is not None:
         source = find_model(model.checkpoint)
+        checksums.check(source, small=True)
         architecture = Architecture.load(source)
         tokenizer_path = settings.tokenizer or find_tokenizer(model.checkpoint)
     else:
@@ -58,10 +65,14 @@ def find(settings: Any, *, length: int, role: str) -> Start:
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
     notes: list[str] = []
-    resume_from = None
-    if settings.checkpoint.resume:
-        resume_from = Checkpoints(Path(settings.run), settings.checkpoint).latest()
+    checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
+    if not settings.checkpoint.resume:
+        refuse_used(Path(settings.run))
+    resume_from = checkpoints.latest() if settings.checkpoint.resume else None
     if resume_from is not None:
+        checksums.check(resume_from, small=True)
+        if not (checkpoints.directory / LATEST).exists():
+            notes.append(f"{checkpoints.directory / LATEST} is missing; the newest complete step directory is taken")
         if Architecture.load(resume_from / role) != architecture:
             raise UserError(
                 f"{resume_from}: holds another architecture than the configuration; give a new run directory"
@@ -69,6 +80,39 @@ def find(settings: Any, *, length: int, role: str) -> Start:
         notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
         notes += [f"changed since then: {change}" for change in state.changes(settings, resume_from)]
     return Start(architecture, tokenizer, source, resume_from, tuple(notes))
+
+
+def refuse_used(run: Path) -> None:
+    """A run that starts anew would mix with what is there, or remove it step by step."""
+    found = [path.name for path in steps.complete(run / "checkpoints")[-1:]]
+    found += [name for name in ("metrics.jsonl", "samples.jsonl") if (run / name).is_file()]
+    if found:
+        raise UserError(
+            f"checkpoint.resume: false, but {run} already holds a run ({', '.join(found)}); give another run "
+            "directory, or resume=true to go on with this one"
+        )
+
+
+def agree(plan: P, rendezvous: Rendezvous) -> P:
+    """`plan`, resuming from the step directory that rank 0 has found: another rank may have seen an older directory.
+    Collective. Raises UserError, on all ranks alike, where a rank does not see rank 0's."""
+    box = [plan.start.resume_from]
+    dist.broadcast_object_list(box, src=0)
+    (chosen,) = box
+    unseen = None
+    if chosen is not None:
+        with contextlib.suppress(OSError):
+            os.listdir(chosen.parent)  # a network file system then looks again
+        if not steps.is_complete(chosen):
+            unseen = (
+                f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
+                "there; mount the same file system on every node, or exclude this one"
+            )
+    everyone: list[str | None] = [None] * rendezvous.world_size
+    dist.all_gather_object(everyone, unseen)
+    if any(everyone):
+        raise UserError(next(filter(None, everyone)))
+    return replace(plan, start=replace(plan.start, resume_from=chosen))
 
 
 def pad_multiple(sizes: ParallelConfig) -> int:
@@ -122,13 +166,14 @@ def files_writer(settings: Any, start: Start, roles: tuple[str, ...]) -> Callabl
 
 
 def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, str], notes: list[str]) -> None:
-    """Write run.yaml into the run directory and a banner to stderr. Global rank 0 only."""
+    """Write run.yaml into the run directory, which is swept, and a banner to stderr. Global rank 0 only."""
     if topology.rank != 0:
         return
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
+    Checkpoints(run, settings.checkpoint).sweep()
     (run / state.RUN_FILE).write_text(config.dump(settings))
     sizes, architecture = settings.parallel, start.architecture
     banner = {

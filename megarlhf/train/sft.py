@@ -54,7 +54,8 @@ def main(path: str, overrides: list[str]) -> None:
     settings = config.load(SFTConfig, path, overrides)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    run(settings, plan, setup.cluster(rendezvous, settings))
+    topology = setup.cluster(rendezvous, settings)
+    run(settings, setup.agree(plan, rendezvous), topology)
 
 
 def check(settings: SFTConfig, world_size: int) -> Plan:

@@ -72,7 +72,11 @@ def changes(config: Any, step_directory: Path) -> list[str]:
     """What differs between the configuration that a checkpoint was written under and the present one: a resumed run
     that is not the same run should say so."""
     path = step_directory / RUN_FILE
-    before = _flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
+    try:
+        before = _flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or "not text"
+        raise UserError(f"{path}: damaged ({reason}); resume from another step directory")
     now = _flat(configuration.to_dict(config))
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"

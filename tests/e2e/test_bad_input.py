@@ -62,7 +62,7 @@ def test_where_in_the_files(config, tmp_path, capsys):
     (tmp_path / "model" / "actor" / "architecture.yaml").write_text("family: llama\nnum_layers: two\n")
     overrides = ["model.architecture=null", f"model.checkpoint={tmp_path / 'model'}"]
     assert cli.main(["sft", "--config", str(config), *overrides]) == 2
-    assert "architecture.yaml: num_layers must be a whole number, not 'two'" in capsys.readouterr().err
+    assert "architecture.yaml:2: num_layers must be a whole number, not 'two'" in capsys.readouterr().err
 
 
 EVERY_RANK = {

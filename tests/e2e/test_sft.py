@@ -16,7 +16,7 @@ def test_it_learns_and_writes_what_it_says(straight):
     curve = perplexities(run)
     assert list(curve) == [0, 4, 8]
     assert curve[8] < curve[4] < 0.7 * curve[0]
-    assert (run / "checkpoints" / "latest").read_text() == "step_00000008\n"
+    assert (run / "checkpoints" / "latest").read_text().split()[0] == "step_00000008"
     step = run / "checkpoints" / "step_00000008"
     assert {path.name for path in step.iterdir()} == {"actor", "tokenizer", "run.yaml", "state.json"}
     assert list((run / "tensorboard").iterdir())

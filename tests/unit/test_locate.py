@@ -43,7 +43,7 @@ def test_one_line_errors(run, tmp_path):
         with pytest.raises(UserError, match="latest: names 'step_00000003'"):
             find(run)
     (run / "checkpoints" / "latest").write_text("")
-    with pytest.raises(UserError, match="names ''"):
+    with pytest.raises(UserError, match="names '', which is no step directory"):
         find_model(run)
     with pytest.raises(UserError, match="neither a model"):
         find_model(run / "checkpoints")

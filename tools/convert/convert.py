@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.locate import find_model, find_tokenizer
@@ -83,6 +84,7 @@ def to_ours(
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(content.encode() if isinstance(content, str) else content.read_bytes())
                 _certify(partial, command, options, opened.reader, opened.ignored, specs, hashes, role)
+                checksums.write(partial, {f"{role}/{name}": value for name, value in writer.checksums.items()})
 
             workers.first(complete)
     notes = () if opened.tokenizer else ("no tokenizer came along; give one in the configuration (tokenizer: PATH)",)

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
-from tools.convert import pickles, storage
+from tools.convert import storage
 from tools.convert.storage import SHARD_BYTES, Spec
 
 CONFIG = "config.json"
@@ -115,7 +116,7 @@ class Reader:
 
     def _open_bin(self, path: Path) -> None:
         """A file of torch.save; its tensors are mapped, not read."""
-        content = pickles.read(path)
+        content = pickles.read(path, foreign=True)
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise UserError(f"{path}: holds more than tensors by name; save the model again with save_pretrained")
         for name, tensor in content.items():

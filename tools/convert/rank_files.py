@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
 from megarlhf.models.shapes import VOCABULARY
-from tools.convert import pickles
 from tools.convert.mapping import cat
 from tools.convert.storage import Spec
 
@@ -93,7 +93,7 @@ class Reader:
 
     def _add(self, path: Path, first: int, *, last: bool) -> int:
         """Take in one file; its layers are numbered from `first`. Returns the number of the layer after its last."""
-        content = pickles.read(path)
+        content = pickles.read(path, foreign=True)
         end = first
         for name, tensor in _flat(weights(content, path)):
             if IGNORED.fullmatch(name):

@@ -17,10 +17,11 @@ import torch
 import yaml
 
 from megarlhf import config as configuration
+from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
 from megarlhf.models.shapes import Shape
 from megarlhf.models.spec import Architecture
-from tools.convert import huggingface, pickles, rank_files, registry, torch_dist, vocabulary
+from tools.convert import huggingface, rank_files, registry, torch_dist, vocabulary
 from tools.convert.mapping import Family
 from tools.convert.megatron_configs import megatron_fields, nemo1_fields, nemo2_fields
 from tools.convert.registry import Step
@@ -204,12 +205,12 @@ def megatron(source: Path, where: str, tokenizer: Path | None, vocab_size: int |
             raise UserError(f"{latest}: names {name}, which does not exist; restore it, or name one that does")
     files = _given(tokenizer) if tokenizer else {}
     if (directory / "common.pt").is_file():
-        common = pickles.read(directory / "common.pt")
+        common = pickles.read(directory / "common.pt", foreign=True)
     else:
         ranks = rank_files.find(directory, "model_optim_rng.pt")
         if not ranks:
             raise UserError(f"{directory}: neither a Megatron-LM iteration nor a directory of iterations")
-        common = pickles.read(ranks[min(ranks)])
+        common = pickles.read(ranks[min(ranks)], foreign=True)
     arguments = vars(common["args"]) if isinstance(common, dict) and "args" in common else None
     if not isinstance(arguments, dict):
         raise UserError(

@@ -13,7 +13,7 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megarlhf.checkpoint import pickles
+from megarlhf.checkpoint.checksums import Checksum, HashedFile, without_crc
 from megarlhf.config import UserError
 from megarlhf.models.shapes import VOCABULARY
 from tools.convert.storage import Spec, flush, reserve
@@ -42,22 +44,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..+)")
 EXPERT = re.compile(r"(.*\.mlp\.experts\.experts)\.(\d+)(\..+)")
 EXPERTS = ".mlp.experts.experts."
-# What the pickle of `.metadata` may name.
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
-                                             "BytesIOWriteData"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in vars(torch).values()
-                        if isinstance(dtype, torch.dtype))},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}  # fmt: skip
 
 
 def stored_as(name: str) -> tuple[str, tuple[int, ...]]:
@@ -77,7 +63,7 @@ class Reader:
 
     def __init__(self, directory: Path, vocab_size: int | None):
         self.directory = directory
-        self._metadata = read_metadata(directory)
+        self._metadata = pickles.read_metadata(directory)
         self.stored = {key: Spec(tuple(entry.size), entry.properties.dtype)
                        for key, entry in self._metadata.state_dict_metadata.items()
                        if isinstance(entry, TensorStorageMetadata)}  # fmt: skip
@@ -158,7 +144,9 @@ class Writer:
     def __init__(self, directory: Path, specs: dict[str, Spec]):
         self.directory = directory
         self._specs = specs
+        self.checksums: dict[str, Checksum] = {}  # by file, of this process; after `finish` of all
         self._file: BinaryIO | None = None
+        self._hashed: HashedFile | None = None
         self._units: dict[str, int] = {}
         self._written: dict[str, tuple[int, int]] = {}  # offset and length in the file
         self._entries: dict[str, TensorStorageMetadata] = {}
@@ -193,22 +181,26 @@ class Writer:
             self._file = open(path, "wb")  # noqa: SIM115 (kept open for the tensors that follow)
             unit = self._units[name]
             reserve(self._file, sum(self._specs[other].nbytes for other in self._specs if self._units[other] == unit))
-        start = self._file.tell()
-        _save(tensor, self._file)
+            self._hashed = HashedFile(self._file)
+        start = self._hashed.tell()
+        with without_crc():
+            torch.save(tensor, self._hashed)
         flush(self._file, start)
-        self._written[name] = (start, self._file.tell() - start)
+        self._written[name] = (start, self._hashed.tell() - start)
 
-    def close(self) -> dict[str, tuple[int, int]]:
+    def close(self) -> tuple[dict[str, tuple[int, int]], dict[str, Checksum]]:
         """End the open file; what this process wrote, for `finish`."""
         if self._file is not None:
             self._file.truncate()
             self._file.close()
+            self.checksums[Path(self._file.name).name] = self._hashed.checksum()
             self._file = None
-        return self._written
+        return self._written, self.checksums
 
-    def finish(self, written: list[dict[str, tuple[int, int]]]) -> None:
+    def finish(self, written: list[tuple[dict[str, tuple[int, int]], dict[str, Checksum]]]) -> None:
         """Complete the directory from what all processes wrote."""
-        places = {name: place for part in written for name, place in part.items()}
+        places = {name: place for part, _ in written for name, place in part.items()}
+        self.checksums = {name: checksum for _, part in written for name, checksum in part.items()}
         assert places.keys() == self._specs.keys(), self._specs.keys() - places.keys()
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for name, spec in self._specs.items():
@@ -227,41 +219,7 @@ def _chunk(place: tuple[int, ...], spec: Spec) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def _save(tensor: Tensor, file: BinaryIO) -> None:
-    """torch.save without zip's CRC-32, which nothing that loads these files looks at; the certificate has SHA-256."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensor, file)
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def _part(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """`.metadata`, unpickled with nothing allowed but what DCP puts there: a pickle can run any code it names."""
-    path = directory / ".metadata"
-    try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); is {directory} a complete checkpoint?")
-    except UserError as error:
-        raise UserError(f"{path}: {error}")
-    except Exception as error:  # a broken pickle raises nearly anything
-        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); copy the checkpoint again")
-    if not isinstance(metadata, Metadata):
-        raise UserError(f"{path}: holds a {type(metadata).__name__} instead of checkpoint metadata")
-    return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
-            raise UserError(f"refused, as it asks for {module}.{name}, which checkpoint metadata never needs")
-        return super().find_class(module, name)

@@ -1,0 +1,179 @@
+"""Checkpoints: any layout -> any layout, for weights and optimizer, over megatron's dist_checkpointing.
+
+    RUN/checkpoints/step_00000100/      appears under this name only when complete (steps.py)
+        actor/                          one model directory a model of the run: architecture.yaml + torch_dist files
+        tokenizer/  run.yaml  state.json
+        checksums.json                  of all these files (checksums.py)
+    RUN/checkpoints/latest              the name of the newest complete step directory
+
+Weights have megatron's key names without a prefix; the optimizer lies beside them under `optimizer.`.
+This package knows no model class: it saves what has `sharded_state` and `load_sharded_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megarlhf.checkpoint import checksums, steps
+from megarlhf.checkpoint.checksums import Checksum
+from megarlhf.checkpoint.loading import inspect, load, reason
+from megarlhf.checkpoint.steps import LATEST, STATE, read_state
+from megarlhf.cluster import watchdog
+from megarlhf.config import UserError
+
+__all__ = ["LATEST", "STATE", "CheckpointConfig", "Checkpoints", "Saveable", "inspect", "load", "read_state"]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When and how a run saves itself."""
+
+    every: int = 100  # steps between saves; the last step is always saved
+    keep: int = 2  # newest complete checkpoints to keep
+    asynchronous: bool = False  # write in the background while training goes on
+    resume: bool = True  # continue from `latest` when the run directory has one
+
+    def __post_init__(self):
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+
+class Saveable(Protocol):
+    def sharded_state(
+        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
+    ) -> dict[str, Any]: ...
+    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...]) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. `save` and `load` are collective."""
+
+    def __init__(self, run: Path, config: CheckpointConfig):
+        self.directory = run / "checkpoints"
+        self.config = config
+        self.seconds = 0.0  # how long the last save took until it was published
+        self._queue = None
+        self._pending: Callable[[], None] | None = None
+
+    def latest(self) -> Path | None:
+        """The newest complete step directory, if any."""
+        return steps.latest(self.directory)
+
+    def sweep(self) -> None:
+        """Remove what killed saves and removals have left. One rank, of a run that owns the directory."""
+        steps.sweep(self.directory)
+
+    def save(
+        self,
+        step: int,
+        models: dict[str, Saveable],
+        state: dict[str, Any],
+        write_files: Callable[[Path], None],
+    ) -> None:
+        """Write `step_{step}`. `state` is JSON; `write_files(directory)` adds what else belongs there (rank 0 only).
+
+        The step directory gets its name, and `latest` its new content, after everything is on disk; a crash at any
+        moment leaves the previous checkpoint valid. With `asynchronous` that moment comes at a later `poll`.
+        """
+        self.finish()
+        watchdog.phase("save", step)
+        started = time.monotonic()
+        final = steps.path_of(self.directory, step)
+        partial = final.with_name(final.name + steps.PARTIAL)
+        if dist.get_rank() == 0:
+            self.sweep()
+            for name in models:
+                (partial / name).mkdir(parents=True)
+        dist.barrier()
+        with self._named_errors(partial):
+            saves = {
+                name: _save_sharded(model.sharded_state(loading=False), partial / name, self.config.asynchronous)
+                for name, model in models.items()
+            }
+
+        def publish() -> None:
+            dist.barrier()  # every rank's files are written
+            if dist.get_rank() == 0:
+                with self._named_errors(partial):
+                    write_files(partial)
+                    (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
+                    written = {
+                        f"{name}/{file}": checksum
+                        for name, (_, found) in saves.items()
+                        for file, checksum in found.items()
+                    }
+                    own_hash = checksums.write(partial, written)
+                    steps.sync_tree(partial)
+                    steps.publish(partial, final, own_hash)
+                steps.retire(final, self.config.keep)
+            dist.barrier()
+            self.seconds = time.monotonic() - started
+
+        if not self.config.asynchronous:
+            publish()
+            return
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._queue = self._queue or AsyncCallsQueue(persistent=False)
+        for request, _ in saves.values():
+            self._queue.schedule_async_request(request)
+        self._pending = publish
+
+    def poll(self) -> None:
+        """Publish a background save that has finished. Collective and cheap; call once a step."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for a background save and publish it."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
+        if self._pending is None:
+            return
+        with self._named_errors(self.directory):
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+        if self._queue.get_num_unfinalized_calls() == 0:
+            publish, self._pending = self._pending, None
+            publish()
+
+    @contextlib.contextmanager
+    def _named_errors(self, directory: Path) -> Iterator[None]:
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+        try:
+            yield
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            if getattr(error, "failures", None) == {}:  # on all ranks but the first, which has the causes
+                raise
+            free = shutil.disk_usage(self.directory).free / 1e9
+            raise UserError(
+                f"{directory}: cannot be written ({reason(error)}; {free:.3f} GB are free there); make room or mend "
+                f"the file system, and start again: the last good checkpoint is {self.latest()}"
+            )
+
+
+def _save_sharded(state: dict[str, Any], directory: Path, asynchronous: bool) -> tuple[Any, dict[str, Checksum]]:
+    """(megatron's request for an asynchronous save, else None; the checksums of the files, on rank 0 once the save is
+    finalised)."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    from megarlhf.checkpoint.strategies import SaveStrategy
+
+    strategy = SaveStrategy()
+    parallel = FullyParallelSaveStrategyWrapper(
+        strategy, parallel_state.get_data_parallel_group(with_context_parallel=True), True
+    )
+    request = dist_checkpointing.save(state, str(directory), parallel, async_sharded_save=asynchronous)
+    return request, strategy.checksums

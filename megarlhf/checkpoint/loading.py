@@ -1,0 +1,104 @@
+"""Model directories read back: what they hold (`inspect`) and the tensors themselves (`load`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megarlhf.checkpoint import checksums, pickles
+from megarlhf.config import UserError
+
+if TYPE_CHECKING:
+    from megarlhf.checkpoint import Saveable
+
+
+def inspect(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors in a model directory, name -> global shape, from its metadata alone: no process group, seconds.
+
+    Raises UserError when the metadata cannot be read, or a file is missing or shorter than it says.
+    """
+    metadata = pickles.read_metadata(directory)
+    try:
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        tensors = {
+            name: tuple(entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{directory / '.metadata'}: damaged ({error}); {checksums.DAMAGED}")
+    for name, end in sorted(ends.items()):
+        path = directory / name
+        if path.parent != directory:
+            raise UserError(f"{directory / '.metadata'}: points outside the directory, to {name}; {checksums.DAMAGED}")
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            what = "is missing" if size is None else f"has {size} of {end} bytes"
+            raise UserError(f"{path}: {what}: {checksums.DAMAGED}")
+    return tensors
+
+
+def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
+    """Read a model directory into `model`, whatever layout wrote it. Collective. `weights_only` starts training from
+    it, otherwise training goes on where it stopped. Weights whose names begin with one of `fresh` are not read: a new
+    head on a trained trunk.
+
+    Raises UserError, on all ranks alike, for a damaged file, and when the files do not hold what the model needs.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+    from megarlhf.checkpoint import strategies
+
+    check(directory)
+    state = model.sharded_state(loading=True, weights_only=weights_only, fresh=fresh)
+    try:
+        strategy = FullyParallelLoadStrategyWrapper(
+            strategies.LoadStrategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        loaded = dist_checkpointing.load(state, str(directory), strategy, strategies.LoadCommonStrategy())
+    except UserError:
+        raise
+    # what the files say is used in too many places to tell which errors a wrong value leads to
+    except (CheckpointException, CheckpointingException, Exception) as error:
+        raise UserError(f"{directory}: cannot be loaded ({reason(error)}); use another checkpoint")
+    model.load_sharded_state(loaded, weights_only=weights_only, fresh=fresh)
+
+
+def check(directory: Path) -> None:
+    """The files of a model directory, and the small ones of the checkpoint that it is in, are what was written: each
+    rank reads its share. Collective. Raises UserError, on all ranks alike."""
+    damage = checksums.damage(directory, rank=dist.get_rank(), size=dist.get_world_size())
+    unchecked = None
+    if dist.get_rank() == 0 and not damage:
+        try:
+            inspect(directory)
+            if checksums.find(directory) is None:
+                unchecked = checksums.missing(directory)
+        except UserError as error:
+            damage = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, damage)
+    if any(everyone):
+        raise UserError(next(filter(None, everyone)))
+    if unchecked:
+        print(f"  {unchecked}", file=sys.stderr)
+
+
+def reason(error: BaseException) -> str:
+    """The failure itself, of the first rank that had one, without torch's collected tracebacks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (error, _) = min(failures.items())
+        return f"rank {rank}: {reason(error)}"
+    if isinstance(error, EOFError):
+        return "a file ends too early"
+    return f"{type(error).__name__}: {str(error)[:300]}"

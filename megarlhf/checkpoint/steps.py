@@ -1,0 +1,152 @@
+"""The step directories of a run, as names in a directory: which is the newest, and how they come and go.
+
+step_00000100            complete, once it has this name
+step_00000100.partial    being written
+step_00000100.replaced   complete, while a new one gets its name
+step_00000100.removing   being removed
+latest                   the name of the newest complete one, and the hash of its checksums.json in a second line,
+                         which may be left out by who writes a name by hand
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megarlhf.checkpoint import checksums
+from megarlhf.config import UserError
+
+LATEST = "latest"
+STATE = "state.json"
+PARTIAL, REPLACED, REMOVING = ".partial", ".replaced", ".removing"
+_NAME = re.compile(r"step_(\d+)")
+
+
+def path_of(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:08d}"
+
+
+def complete(directory: Path) -> list[Path]:
+    """The complete step directories, from the oldest on."""
+    found = [(int(match[1]), path) for path in directory.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if is_complete(path)]
+
+
+def is_complete(path: Path) -> bool:
+    return (path / STATE).is_file()
+
+
+def pointed(directory: Path) -> Path | None:
+    """The step directory that `latest` names, which may not exist; None where there is no `latest`."""
+    pointer = directory / LATEST
+    remedy = "write the name of a complete step directory into it"
+    try:
+        text = pointer.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{pointer}: cannot be read ({getattr(error, 'strerror', None) or 'not text'}); {remedy}")
+    name, _, digest = text.partition("\n")
+    name, digest = name.strip(), digest.removesuffix("\n")
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UserError(f"{pointer}: names {name[:80]!r}, which is no step directory; {remedy}")
+    path = directory / name
+    if digest and path.is_dir() and checksums.own(path) not in (None, digest):
+        raise UserError(f"{pointer}: its second line is not the hash in {path / checksums.FILE}; {remedy}")
+    return path
+
+
+def latest(directory: Path) -> Path | None:
+    """The step directory to go on from: the one that `latest` names, or the newest where there is no `latest`."""
+    path = pointed(directory)
+    if path is None:
+        return next(reversed(complete(directory)), None)
+    aside = path.with_name(path.name + REPLACED)
+    if is_complete(path) or not is_complete(aside):
+        if not is_complete(path):
+            raise UserError(
+                f"{directory / LATEST}: names '{path.name[:80]}', which is not a complete checkpoint; write the name "
+                "of a complete step directory into it, or remove it to go on from the newest"
+            )
+        return path
+    return aside  # killed just before the new one got the name
+
+
+def publish(partial: Path, final: Path, own_hash: str) -> None:
+    """Give `partial`, which is on the disk, the name `final`, then let `latest` name it. A kill at any moment leaves a
+    complete directory that `latest` (below) finds."""
+    aside = final.with_name(final.name + REPLACED)
+    if final.exists():  # the same step, saved by a run that somebody went back from
+        remove(aside)
+        os.replace(final, aside)
+    os.replace(partial, final)
+    pointer = final.parent / LATEST
+    temporary = pointer.with_name(LATEST + PARTIAL)
+    temporary.write_text(f"{final.name}\n{own_hash}\n")
+    sync(temporary)
+    os.replace(temporary, pointer)
+    sync(final.parent)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a step directory; a kill meanwhile leaves a name that says so."""
+    if path.exists():
+        doomed = path.with_name(path.name.split(".")[0] + REMOVING)
+        shutil.rmtree(doomed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what saves and removals that were killed or failed have left; the disk may be full of it."""
+    with contextlib.suppress(UserError):
+        current = latest(directory)
+        for path in directory.glob(f"step_*{REPLACED}"):
+            if path != current:
+                remove(path)
+    for suffix in (PARTIAL, REMOVING):
+        for path in directory.glob(f"step_*{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def retire(newest: Path, keep: int) -> None:
+    """Keep the newest `keep` complete directories. Those beyond `newest` are of a run that somebody went back from and
+    count for nothing: each goes when this run comes to its step, or past it."""
+    mine = [path for path in complete(newest.parent) if path.name <= newest.name]
+    for path in mine[:-keep]:
+        remove(path)
+
+
+def read_state(step_directory: Path) -> dict[str, Any]:
+    """The content of state.json: what was saved as `state`, with `step`."""
+    path = step_directory / STATE
+    try:
+        state = json.loads(path.read_text())
+        if isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0:
+            return state
+        reason = "it has no 'step'"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "it is not JSON"
+    raise UserError(f"{path}: missing or damaged ({reason}); resume from another step directory")
+
+
+def sync_tree(directory: Path) -> None:
+    for root, _, files in os.walk(directory):
+        for name in files:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
