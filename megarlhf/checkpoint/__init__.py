@@ -40,7 +40,7 @@ class CheckpointConfig:
     every: int = 100  # steps between saves; the last step is always saved
     keep: int = 2  # newest complete checkpoints to keep
     asynchronous: bool = False  # write in the background while training goes on
-    resume: bool = True  # continue from `latest` when the run directory has one
+    resume: bool = True  # continue from `latest` when the run directory has one; false refuses a used directory
 
     def __post_init__(self):
         for name in ("every", "keep"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
 
 
 def inspect(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors in a model directory, name -> global shape, from its metadata alone: no process group, seconds.
+    """The tensors in a model directory, name -> global shape, from its small files alone: no process group, seconds.
 
-    Raises UserError when the metadata cannot be read, or a file is missing or shorter than it says.
+    Raises UserError when these cannot be read, or a file is missing or shorter than they say.
     """
     metadata = pickles.read_metadata(directory)
+    pickles.read(directory / "common.pt")
+    try:
+        json.loads((directory / "metadata.json").read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{directory / 'metadata.json'}: damaged ({error}); {checksums.DAMAGED}")
     try:
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
@@ -76,21 +82,24 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
 def check(directory: Path) -> None:
     """The files of a model directory, and the small ones of the checkpoint that it is in, are what was written: each
     rank reads its share. Collective. Raises UserError, on all ranks alike."""
-    damage = checksums.damage(directory, rank=dist.get_rank(), size=dist.get_world_size())
-    unchecked = None
-    if dist.get_rank() == 0 and not damage:
+    raise_together(checksums.damage(directory, rank=dist.get_rank(), size=dist.get_world_size()))
+    failure = None
+    if dist.get_rank() == 0:
         try:
             inspect(directory)
             if checksums.find(directory) is None:
-                unchecked = checksums.missing(directory)
+                print(f"  {checksums.missing(directory)}", file=sys.stderr)
         except UserError as error:
-            damage = str(error)
+            failure = str(error)
+    raise_together(failure)
+
+
+def raise_together(failure: str | None) -> None:
+    """What went wrong on this rank, if something did; a UserError on all ranks with that of the first. Collective."""
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, damage)
+    dist.all_gather_object(everyone, failure)
     if any(everyone):
         raise UserError(next(filter(None, everyone)))
-    if unchecked:
-        print(f"  {unchecked}", file=sys.stderr)
 
 
 def reason(error: BaseException) -> str:

@@ -82,16 +82,22 @@ def publish(partial: Path, final: Path, own_hash: str) -> None:
     complete directory that `latest` (below) finds."""
     aside = final.with_name(final.name + REPLACED)
     if final.exists():  # the same step, saved by a run that somebody went back from
+        with contextlib.suppress(UserError):
+            if pointed(final.parent) == final:
+                _point(final.parent, f"{final.name}\n")  # the hash of the old and of the new one differ
         remove(aside)
         os.replace(final, aside)
     os.replace(partial, final)
-    pointer = final.parent / LATEST
-    temporary = pointer.with_name(LATEST + PARTIAL)
-    temporary.write_text(f"{final.name}\n{own_hash}\n")
-    sync(temporary)
-    os.replace(temporary, pointer)
-    sync(final.parent)
+    _point(final.parent, f"{final.name}\n{own_hash}\n")
     remove(aside)
+
+
+def _point(directory: Path, text: str) -> None:
+    temporary = directory / (LATEST + PARTIAL)
+    temporary.write_text(text)
+    sync(temporary)
+    os.replace(temporary, directory / LATEST)
+    sync(directory)
 
 
 def remove(path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarlhf import checkpoint, config
 from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
+from megarlhf.checkpoint.loading import raise_together
 from megarlhf.cluster import backend, parallel, preflight, slurm, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import ParallelConfig, Topology
@@ -108,10 +109,7 @@ def agree(plan: P, rendezvous: Rendezvous) -> P:
                 f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
                 "there; mount the same file system on every node, or exclude this one"
             )
-    everyone: list[str | None] = [None] * rendezvous.world_size
-    dist.all_gather_object(everyone, unseen)
-    if any(everyone):
-        raise UserError(next(filter(None, everyone)))
+    raise_together(unseen)
     return replace(plan, start=replace(plan.start, resume_from=chosen))
 
 

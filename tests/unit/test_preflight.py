@@ -12,6 +12,8 @@ import yaml
 from megarlhf import cli
 from megarlhf.cluster import preflight
 from megarlhf.cluster.preflight import Facts
+from megarlhf.config import UserError
+from megarlhf.train.ppo import read_progress
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def a_key_too_few(directory: Path) -> None:
 DAMAGES = {
     truncate: "the checkpoint is damaged; use another one",
     lose_a_file: "is missing: the checkpoint is damaged",
-    lose_the_metadata: "its .metadata cannot be read (a file ends too early)",
+    lose_the_metadata: ".metadata: damaged (EOFError",
     another_architecture: "linear_fc1.weight has the shape [2, 128, 32], but architecture.yaml asks for [2, 192, 32]",
     a_key_too_few: "has no tensor decoder.layers.self_attention.linear_qkv.bias",
 }
@@ -101,12 +103,94 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda function: function.__name__)
 def test_damaged_models(model, tmp_path, capsys, damage):
+    """What the files say is enough, where there are no checksums."""
     config, good = model
     shutil.copytree(good, tmp_path / "model")
+    (tmp_path / "model" / "checksums.json").unlink()
     damage(tmp_path / "model")
     assert run(config, f"model.checkpoint={tmp_path / 'model'}") == 2
     err = capsys.readouterr().err
     assert DAMAGES[damage] in err and str(tmp_path / "model") in err and "Traceback" not in err
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_flipped_bits(model, tmp_path, capsys):
+    """In a small file always, in one with tensors if it is asked for."""
+    config, good = model
+    copy = shutil.copytree(good, tmp_path / "model")
+    overrides = [f"model.checkpoint={copy}"]
+    assert run(config, *overrides, "--verify") == 0
+    assert "ok: checksums of model.checkpoint: " in capsys.readouterr().out
+    tokenizer = next(path.name for path in (good / "tokenizer").iterdir())
+    for small in ("actor/architecture.yaml", "actor/common.pt", f"tokenizer/{tokenizer}", "checksums.json"):
+        whole = (copy / small).read_bytes()
+        flip(copy / small)
+        assert run(config, *overrides) == 2
+        err = capsys.readouterr().err
+        assert str(copy / small) in err and "the checkpoint is damaged; use another one" in err, err
+        (copy / small).write_bytes(whole)
+    data = next((copy / "actor").glob("*.distcp"))
+    flip(data)
+    assert run(config, *overrides) == 0
+    capsys.readouterr()
+    assert run(config, *overrides, "--verify") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{data}: is not what was written" in line
+
+
+AT_RESUME = {
+    "state.json": (b"[1]", "state.json: missing or damaged (it has no 'step')"),
+    "run.yaml": (b"a: [", "run.yaml: damaged ("),
+    "actor/architecture.yaml": (b"family: \xff", "architecture.yaml: cannot read the configuration (it is not UTF-8"),
+    "actor/common.pt": (b"PK", "common.pt: damaged ("),
+    "actor/metadata.json": (b"[", "metadata.json: damaged ("),
+}
+
+
+def test_damage_at_resume(straight, tmp_path, capsys):
+    """One line that names the file; by what is in it where there are no checksums."""
+    done, config = straight
+    again = shutil.copytree(done, tmp_path / "run")
+    step = again / "checkpoints" / "step_00000008"
+    assert run(config, f"run={again}") == 0
+    for checked in (True, False):
+        if not checked:
+            (step / "checksums.json").unlink()
+        for name, (content, expected) in AT_RESUME.items():
+            whole = (step / name).read_bytes()
+            (step / name).write_bytes(content)
+            assert run(config, f"run={again}") == 2, name
+            err = capsys.readouterr().err
+            (step / name).write_bytes(whole)
+            assert str(step / name) in err and "Traceback" not in err and len(err.splitlines()) == 1, err
+            assert (f"has {len(content)} of " if checked else expected) in err, err
+    (again / "checkpoints" / "latest").unlink()
+    assert cli.main(["sft", "--config", str(config), f"run={again}", "checkpoint.resume=false"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint.resume: false, but" in line and "(step_00000008, metrics.jsonl" in line
+    assert (again / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"step": 3}', "its 'progress' is not that of a PPO run"),
+        ('{"step": 3, "progress": {"step": 2, "kl_coef": 0.1}}', "its 'progress' is not that of a PPO run"),
+        ('{"step": 3, "progress": {"step": 3}}', "its 'progress' is not that of a PPO run"),
+        ('{"step": 3, "progress": {"step": 3, "kl_coef": "high"}}', "kl_coef must be a number, not 'high'"),
+        ('{"step": 3, "progress": {"step": 3, "kl_coef": NaN}}', "kl_coef must be a finite number"),
+    ],
+)
+def test_damaged_progress(tmp_path, content, expected):
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        read_progress(tmp_path)
+    assert str(tmp_path / "state.json") in str(error.value) and expected in str(error.value)
 
 
 def test_several_mistakes_at_once(model, capsys):
