@@ -100,7 +100,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` (a list, an array or a 1-D tensor). Padding is left out; other special tokens are shown."""
+        """The text of `ids` (a list, an array or a 1-D tensor). Padding is left out, and so are ids that are no token
+        (a model's vocabulary may be rounded up). Other special tokens are shown."""
+
+    def continuation(self, prompt: list[int], response: list[int]) -> str:
+        """The text of `response` behind that of `prompt`: decode(prompt) + continuation is decode(prompt + response).
+        It keeps the space before its first word, which SentencePiece leaves out of a text of its own.
+
+        Where a character's bytes are split between the two, it is neither's, and only then the sum is not exact."""
+        text, whole = self.decode(prompt), self.decode([*prompt, *response])
+        return whole[len(text) :] if whole.startswith(text) else self.decode(response)
+
+    def _readable(self, ids: Iterable[int]) -> list[int]:
+        return [token for token in map(int, ids) if token != self.pad_id and token < self.vocab_size]
 
     @abstractmethod
     def tokens(self) -> dict[int, str]:
@@ -161,7 +173,7 @@ class _SentencePiece(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         parts: list[str] = []
         run: list[int] = []
-        for token in [int(token) for token in ids if int(token) != self.pad_id]:
+        for token in self._readable(ids):
             if self._model.is_control(token):  # sentencepiece would leave it out
                 parts += [self._model.decode(run), self._model.id_to_piece(token)]
                 run = []
@@ -198,8 +210,7 @@ class _HuggingFace(Tokenizer):
         return self._model.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
-        ids = [int(token) for token in ids if int(token) != self.pad_id]
-        return self._model.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._model.decode(self._readable(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def tokens(self) -> dict[int, str]:
         return {token: name for name, token in self._model.get_vocab().items()}

@@ -157,24 +157,16 @@ def truncate(rollout: Rollout, *, token: int, after: int) -> tuple[Rollout, Tens
 def texts(rollout: Rollout, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
     """The prompts, without a BOS in front, and what counts of the responses, without an EOS at the end.
 
-    prompt + response is the whole text: a response keeps the space before its first word, which SentencePiece leaves
-    out of a text of its own.
+    prompt + response is the whole text (`Tokenizer.continuation`).
     """
     first, prompts, responses = rollout.prompt_len, [], []
-
-    def decode(ids: list[int]) -> str:
-        # A model's vocabulary, rounded up, has ids that are no token; they can be sampled.
-        return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-
     for tokens, segments, mask in zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), strict=True):
         prompt = tokens[:first][segments[:first] > 0].tolist()
         response = tokens[first:][mask].tolist()
         prompt = prompt[prompt[:1] == [tokenizer.bos_id] :]
         response = response[:-1] if response[-1] == tokenizer.eos_id else response
-        text, whole = decode(prompt), decode(prompt + response)
-        prompts.append(text)
-        # A character whose bytes are split between the two is neither's.
-        responses.append(whole[len(text) :] if whole.startswith(text) else decode(response))
+        prompts.append(tokenizer.decode(prompt))
+        responses.append(tokenizer.continuation(prompt, response))
     return prompts, responses
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -67,9 +69,7 @@ def main(path: str | None, overrides: list[str]) -> None:
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
     """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
-    out = Path(settings.out)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"out: {out} must be a file in a directory that exists; create {out.absolute().parent}")
+    check_out(settings.out, settings.prompts.path)
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
     tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)
@@ -88,6 +88,27 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     )
     prompts, report = load_prompts(tokenizer, settings.prompts)
     return Plan(source, architecture, tokenizer, prompts, report.summary())
+
+
+def check_out(given: str, prompts: str) -> None:
+    """Refuse (UserError) a file for the responses that cannot be written, or that holds the prompts."""
+    out = Path(given)
+    parent = out.absolute().parent
+    try:
+        if not parent.is_dir():
+            raise UserError(f"out: {out} must be a file in a directory that exists; create {parent}")
+        if out.exists() and not out.is_file():
+            raise UserError(f"out: {out} is not a file; give the name of one")
+        if out.exists() and Path(prompts).exists() and out.samefile(prompts):
+            raise UserError(f"out: {out} is the file of the prompts, which it would replace; give another")
+        with contextlib.suppress(FileNotFoundError):
+            _partial(out).stat()  # is its name too long?
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"out: {given[:300]} cannot be written ({getattr(error, 'strerror', None) or error}); give another"
+        )
 
 
 def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
@@ -114,6 +135,12 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     lines: list[dict[str, Any]] = []
     if topology.rank == 0:
         print(f"  {plan.note}", file=sys.stderr)
+        if odd := unlike_their_text(plan.prompts, plan.tokenizer):
+            print(
+                f"  {odd} of {num_prompts} prompts were cut or changed by the tokenizer: there prompt + response is "
+                "not the text of the tokens",
+                file=sys.stderr,
+            )
     with tqdm(
         total=share * num_samples * per_response, unit="tokens", unit_scale=True, disable=topology.rank != 0
     ) as bar:
@@ -135,26 +162,40 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         print(f"{settings.out}: {len(whole)} responses")
 
 
+def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:
+    """How many prompts are not, as their tokens, the text that stands in the file."""
+    bare = (ids[int(ids[0] == tokenizer.bos_id) :] for ids in prompts.tokens)
+    return sum(tokenizer.decode(ids) != text for ids, text in zip(bare, prompts.texts, strict=True))
+
+
 def records(rollout: Rollout, texts: list[str], tokenizer: Tokenizer, config: SamplerConfig) -> list[dict[str, Any]]:
-    """One object a row: the prompt's text, the response's text and ids, and its log-prob, the sum over these ids. With
-    `stop_at_eos` a response that ended has EOS among its ids, but not in its text."""
-    responses, counts = rollout.tokens[:, rollout.prompt_len :].tolist(), rollout.mask.sum(1).tolist()
+    """One object a row: the prompt's text, the response's text and ids, and its log-prob, the sum over these ids.
+    prompt + response is the whole text (`Tokenizer.continuation`), unless the prompt was cut or changed by the
+    tokenizer. With `stop_at_eos` a response that ended has EOS among its ids, but not in its text."""
+    first = rollout.prompt_len
     logprobs = rollout.logprobs.double().sum(1).tolist()
     found = []
-    for row, (ids, count, logprob) in enumerate(zip(responses, counts, logprobs, strict=True)):
-        ids = ids[:count]
+    for row, (tokens, segments, mask, logprob) in enumerate(
+        zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), logprobs, strict=True)
+    ):
+        ids = tokens[first : first + int(mask.sum())].tolist()
         shown = ids[:-1] if config.stop_at_eos and ids[-1] == tokenizer.eos_id else ids
+        response = tokenizer.continuation(tokens[:first][segments[:first] > 0].tolist(), shown)
         prompt = texts[row // config.samples_per_prompt]
-        found.append({"prompt": prompt, "response": tokenizer.decode(shown), "tokens": ids, "logprob": logprob})
+        found.append({"prompt": prompt, "response": response, "tokens": ids, "logprob": logprob})
     return found
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
     """The file appears whole, or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     with partial.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

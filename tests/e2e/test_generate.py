@@ -68,6 +68,12 @@ def test_generate(model):
     ("override", "message"),
     [
         ("out=/no/such/directory/o.jsonl", "out: /no/such/directory/o.jsonl must be a file in a directory that exists"),
+        ("out={model}/prompts.jsonl", "prompts.jsonl is the file of the prompts, which it would replace"),
+        ("out={model}/../{model.name}/link.jsonl", "link.jsonl is the file of the prompts, which it would replace"),
+        ("out=/proc/x", "out: /proc/x cannot be written (No such file or directory)"),
+        ("out={model}", "is not a file; give the name of one"),
+        ("out=/dev/null", "out: /dev/null is not a file"),
+        ("out={model}/" + "x" * 250, "xxx cannot be written (File name too long)"),  # with .partial behind it
         ("prompts.path=/no/such.jsonl", "/no/such.jsonl: cannot read"),
         ("sampler.top_p=0", "sampler.top_p: must be in (0, 1]"),
         ("sampler.samples_per_prompt=5", "sampler.micro_batch_size: 6 is not a multiple of samples_per_prompt 5"),
@@ -75,6 +81,9 @@ def test_generate(model):
     ],
 )
 def test_mistakes(model, capsys, override, message):
+    (model / "link.jsonl").unlink(missing_ok=True)
+    (model / "link.jsonl").symlink_to("prompts.jsonl")
+    override = override.format(model=model)
     assert cli.main([*command(model, "x.jsonl", override)[2:]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -127,6 +127,23 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode([]) == ""
 
 
+def test_prompt_and_continuation_are_the_text(sp, hf):
+    """Of a whole text cut at every token; a byte of a character may be alone only where the bytes are tokens."""
+    exact = 0
+    for tokenizer in (sp, hf):
+        for text in SENTENCES:
+            ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+            for cut in range(1, len(ids)):
+                prompt = tokenizer.decode(ids[:cut])
+                joined = prompt + tokenizer.continuation(ids[:cut], ids[cut:])
+                assert joined == tokenizer.decode(ids) or "\ufffd" in prompt, (text, cut)
+                exact += joined == tokenizer.decode(ids)
+    assert exact > 100
+    prompt, response = sp.encode("The quick brown"), sp.encode("fox")
+    assert sp.decode(response) == "fox" and sp.continuation(prompt, response) == " fox"
+    assert hf.continuation([hf.vocab_size + 5], hf.encode(" fox")) == " fox"  # an id that is no token
+
+
 def test_special_ids(sp, hf):
     assert (sp.bos_id, sp.eos_id, sp.pad_id, sp.vocab_size) == (1, 2, 3, 340)
     assert (hf.bos_id, hf.eos_id, hf.pad_id, hf.vocab_size) == (1, 3, 0, 320)

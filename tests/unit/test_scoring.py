@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,12 @@ from megarlhf import cli
 from megarlhf import config as configuration
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
+from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.reward import ScoringConfig, SourceConfig, texts, truncate
+from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.sources import FunctionScorer, RemoteScorer, finite_scores
-from megarlhf.train import scoring
+from megarlhf.train import generate, scoring
 from tests.distributed.layouts import GPT2, LLAMA
 from tests.scoring import bad_server, make_rollout, reward_server, train_tokenizer
 from tests.unit.test_data import save_hf
@@ -66,6 +69,24 @@ def test_texts_are_what_is_scored(tokenizer):
     assert responses[0].startswith(" the sea is slow.</s>") and responses[1] == " the sea is slow."
     prompts, responses = texts(truncate(rollout, token=dot, after=0)[0], tokenizer)
     assert (prompts, responses) == (["the sea is slow"] * 2, [" the sea is slow."] * 2)
+
+
+def test_generated_lines_are_the_text(tokenizer):
+    """Prompt + response is the text of the tokens, also with a tokenizer that has no space of its own in front."""
+    words = tokenizer.encode("the sea is slow")
+    rollout = make_rollout(2, prompt=len(words) + 1, response=len(words) + 1)
+    rollout.tokens.copy_(torch.tensor([[tokenizer.bos_id, *words, *words, tokenizer.eos_id]] * 2))
+    rollout.segments.fill_(1)
+    rollout.mask.fill_(True)
+    rollout.mask[1, 2:] = False
+    for stop, end in ((True, ""), (False, "</s>")):
+        config = SamplerConfig(stop_at_eos=stop)
+        first, second = generate.records(rollout, ["the sea is slow"] * 2, tokenizer, config)
+        assert first["prompt"] + first["response"] == "the sea is slow the sea is slow" + end
+        assert first["tokens"] == [*words, tokenizer.eos_id] and second["tokens"] == words[:2]
+        assert second["prompt"] + second["response"] == tokenizer.decode([*words, *words[:2]])
+    ids = [np.array([tokenizer.bos_id, *words]), np.array(words), np.array(words[:2])]
+    assert generate.unlike_their_text(PromptSet(ids, ["the sea is slow"] * 3), tokenizer) == 1  # one was cut
 
 
 def test_the_truncation_token(tokenizer, tmp_path):
