@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.cluster import slurm
+from megarlhf.cluster import lease, slurm
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.slurm import JobConfig
 
@@ -88,7 +88,9 @@ def start(rendezvous: Rendezvous, store: Any, job: JobConfig) -> None:
 
 def phase(name: str, step: int | None = None) -> None:
     """Say what the program does from now on. Every call counts as progress and must be made by all ranks in the same
-    order. `step` counts from 1. Costs microseconds; without `start`, nothing happens."""
+    order. `step` counts from 1. Costs microseconds; without `start`, nothing happens. Raises UserError if this job has
+    lost its run directory to another one."""
+    lease.verify()
     if _watch is not None:
         _watch.enter(name, step)
 
@@ -328,6 +330,9 @@ class _Hub(socketserver.ThreadingTCPServer):
         deadline = time.monotonic() + GRACE
         while len(set(self.gone) | {0}) < len(self.seen) and time.monotonic() < deadline:
             time.sleep(0.05)
+        releasing = threading.Thread(target=lease.release, daemon=True)  # the file system may be what hangs
+        releasing.start()
+        releasing.join(GRACE)
         os._exit(status)
 
     def close(self) -> None:
