@@ -7,6 +7,7 @@ instant.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -125,6 +126,7 @@ def run() -> None:
     alive."""
     # Slurm may send it while torch is still being imported; programs that heed it say so later (cluster/slurm.py)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.stdout, sys.stderr = _Unfailing(sys.stdout), _Unfailing(sys.stderr)
     try:
         status = main()
     except SystemExit as error:  # argparse
@@ -132,3 +134,22 @@ def run() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class _Unfailing:
+    """A text stream that loses what cannot be written: a full log disk or a closed pipe must not end a run."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megarlhf import records
+
 
 def details(settings: Any) -> list[tuple[str, str, Any, Any]]:
     """(number, what, its value in `settings`, the 2019 original's) of a `PPORunConfig`."""
@@ -66,7 +68,7 @@ def save(settings: Any, path: Path) -> None:
         {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
         for number, what, value, original in details(settings)
     ]
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    records.replace(path, json.dumps(rows, indent=1) + "\n")
 
 
 def _shown(value: Any) -> str:

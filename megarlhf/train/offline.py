@@ -13,7 +13,7 @@ from megarlhf.checkpoint import Checkpoints
 from megarlhf.cluster import slurm, watchdog
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
-from megarlhf.metrics import Log
+from megarlhf.log import Log
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine, Loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
 from megarlhf.data.tokenizer import Tokenizer
-from megarlhf.metrics import Log, Metric
+from megarlhf.log import Log
+from megarlhf.metrics import Metric
 
 if TYPE_CHECKING:
     from megarlhf.batch import Experience, Rollout, Scores, Signals
@@ -224,7 +224,7 @@ def refuse(
 def record_samples(
     rollout: Rollout, scores: Scores, signals: Signals, players: Players, settings: Any, step: int, log: Log
 ) -> None:
-    """The first responses of the batch with their scores, to samples.jsonl and TensorBoard."""
+    """The first responses of the batch with their scores, to samples.jsonl, TensorBoard and W&B."""
     if not log.enabled:
         return
     from megarlhf.experience.reward import texts
@@ -232,11 +232,9 @@ def record_samples(
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
     queries, responses = texts(rollout.select(slice(settings.log.samples)), players.tokenizer)
     rows = [
-        {"step": step, "query": query, "response": response, "score": score, "kl": nats}
+        {"query": query, "response": response, "score": score, "kl": nats}
         for query, response, score, nats in zip(queries, responses, scores.scores.tolist(), kl.tolist(), strict=False)
     ]
-    with (Path(settings.run) / "samples.jsonl").open("a") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     log.table("samples", rows, step)
 
 

@@ -21,7 +21,7 @@ from megarlhf.experience import rollout, sampler, sources
 from megarlhf.experience.gate import GateConfig
 from megarlhf.experience.reward import ScoringConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
-from megarlhf.metrics import Log
+from megarlhf.log import Log
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, ModelConfig
 from megarlhf.optim import OptimizerConfig
@@ -144,8 +144,7 @@ def main(path: str, overrides: list[str]) -> None:
     settings = config.load(PPORunConfig, path, overrides, presets=PRESETS)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    topology = setup.cluster(rendezvous, settings)
-    run(settings, setup.agree(plan, rendezvous), topology)
+    setup.execute(run, settings, plan, rendezvous, total_steps=settings.training.steps)
 
 
 def check(settings: PPORunConfig, world_size: int) -> Plan:
@@ -269,7 +268,7 @@ def run(settings: PPORunConfig, plan: Plan, topology: Topology) -> None:
             settings=settings,
             checkpoints=Checkpoints(directory, settings.checkpoint),
             log=log,
-            write_files=setup.files_writer(settings, start, roles),
+            write_files=setup.files_writer(settings, start, roles, log),
         )
 
 

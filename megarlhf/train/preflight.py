@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import shutil
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,7 +74,7 @@ def main(
             attempt(f"resume from {file.parent}", lambda file=file: check_model(file.parent))
         if verify:
             attempt("checksums of what is resumed", lambda: checksums.check(plan.start.resume_from))
-    attempt(f"run directory {settings.run}", lambda: check_writable(Path(settings.run)))
+    attempt(f"run directory {settings.run}", lambda: check_writable(settings.run))
     if plan is not None:
         attempt("disk for checkpoints", lambda: check_disk(settings, plan.start.architecture))
     sys.stdout.flush()
@@ -165,10 +165,18 @@ def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def check_writable(run: Path) -> None:
-    existing = _existing(run)
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"run: {run} cannot be written ({existing} is not a directory you may write to); give another")
+def check_writable(run: str) -> None:
+    """Refuse (UserError) a run directory that is none, or in which, or in whose first parent that exists, no file can
+    be created."""
+    if not run.strip():
+        raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
+    try:
+        existing = _existing(Path(run))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"run: {run[:300]} cannot be written ({why}); give another directory")
 
 
 def check_disk(settings: Any, architecture: Architecture) -> str:
@@ -193,8 +201,13 @@ def check_disk(settings: Any, architecture: Architecture) -> str:
 
 
 def _existing(path: Path) -> Path:
+    """`path`, or its first parent that exists. Raises OSError where that cannot be found out."""
     path = path.absolute()
-    return path if path.exists() else _existing(path.parent)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return _existing(path.parent)
+    return path
 
 
 def _bytes(number: float) -> str:

@@ -21,7 +21,7 @@ from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
-from megarlhf.metrics import Log
+from megarlhf.log import Log
 from megarlhf.models.spec import ModelConfig
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train import offline, setup
@@ -87,8 +87,7 @@ def main(path: str, overrides: list[str]) -> None:
     settings = config.load(RewardConfig, path, overrides)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    topology = setup.cluster(rendezvous, settings)
-    run(settings, setup.agree(plan, rendezvous), topology)
+    setup.execute(run, settings, plan, rendezvous, total_steps=plan.total_steps)
 
 
 def check(settings: RewardConfig, world_size: int) -> Plan:
@@ -182,7 +181,7 @@ def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:
             checkpoints=Checkpoints(directory, settings.checkpoint),
             log=log,
             settings=settings,
-            write_files=setup.files_writer(settings, start, ("reward",)),
+            write_files=setup.files_writer(settings, start, ("reward",), log),
             before_save=normalise_at,
         )
 

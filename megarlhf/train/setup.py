@@ -14,17 +14,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megarlhf import checkpoint, config
+from megarlhf import checkpoint, config, records
 from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
-from megarlhf.cluster import backend, parallel, preflight, slurm, watchdog
+from megarlhf.cluster import backend, lease, parallel, preflight, slurm, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarlhf.log import Log, check_wandb
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, ModelConfig, check_layout
 from megarlhf.train import state
+from megarlhf.train.preflight import check_writable
 
 P = TypeVar("P")  # a program's Plan, with the field start
 
@@ -65,6 +67,8 @@ def find(settings: Any, *, length: int, role: str) -> Start:
         )
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
+    check_writable(settings.run)
+    check_wandb(settings.log.wandb)
     notes: list[str] = []
     checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
     if not settings.checkpoint.resume:
@@ -94,25 +98,6 @@ def refuse_used(run: Path) -> None:
         )
 
 
-def agree(plan: P, rendezvous: Rendezvous) -> P:
-    """`plan`, resuming from the step directory that rank 0 has found: another rank may have seen an older directory.
-    Collective. Raises UserError, on all ranks alike, where a rank does not see rank 0's."""
-    box = [plan.start.resume_from]
-    dist.broadcast_object_list(box, src=0)
-    (chosen,) = box
-    unseen = None
-    if chosen is not None:
-        with contextlib.suppress(OSError):
-            os.listdir(chosen.parent)  # a network file system then looks again
-        if not steps.is_complete(chosen):
-            unseen = (
-                f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
-                "there; mount the same file system on every node, or exclude this one"
-            )
-    raise_together(unseen)
-    return replace(plan, start=replace(plan.start, resume_from=chosen))
-
-
 def pad_multiple(sizes: ParallelConfig) -> int:
     """Rows are padded to a multiple of this: of 8 for the kernels' sake, and sequence parallelism cuts them into
     `tensor` equal parts."""
@@ -132,6 +117,60 @@ def cluster(rendezvous: Rendezvous, settings: Any) -> Topology:
     return parallel.start(settings.parallel)
 
 
+def execute(
+    run: Callable[[Any, P, Topology], None], settings: Any, plan: P, rendezvous: Rendezvous, *, total_steps: int
+) -> None:
+    """From a checked plan to the end of a run that trains: `run(settings, plan, topology)`, unless all its steps are
+    done. Collective.
+
+    The run directory is this job's alone meanwhile (cluster/lease.py). Raises UserError, on rank 0 for all, if another
+    job has it.
+    """
+    topology = cluster(rendezvous, settings)
+    with lease.held(Path(settings.run)) if topology.rank == 0 else contextlib.nullcontext():
+        plan = agree(settings, plan, rendezvous)  # nobody builds a model before the directory is ours
+        if not is_finished(settings, plan.start, topology, total_steps):
+            run(settings, plan, topology)
+
+
+def agree(settings: Any, plan: P, rendezvous: Rendezvous) -> P:
+    """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
+    directory, and the job that had it before may have saved since. Collective. Raises UserError, on all ranks alike,
+    where a rank does not see rank 0's."""
+    box: list[Path | None] = [None]
+    if rendezvous.rank == 0 and settings.checkpoint.resume:
+        box = [Checkpoints(Path(settings.run), settings.checkpoint).latest()]
+    dist.broadcast_object_list(box, src=0)
+    (chosen,) = box
+    unseen = None
+    if chosen is not None:
+        with contextlib.suppress(OSError):
+            os.listdir(chosen.parent)  # a network file system then looks again
+        if not steps.is_complete(chosen):
+            unseen = (
+                f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
+                "there; mount the same file system on every node, or exclude this one"
+            )
+    raise_together(unseen)
+    return replace(plan, start=replace(plan.start, resume_from=chosen))
+
+
+def is_finished(settings: Any, start: Start, topology: Topology, total: int) -> bool:
+    """Whether the run has had all its steps when it starts; then rank 0 says so, and how to go on."""
+    done = checkpoint.read_state(start.resume_from)["step"] if start.resume_from is not None else 0
+    if done < total:
+        return False
+    if topology.rank == 0:
+        print(
+            f"megarlhf: {settings.run} has done {done} steps, and the configuration asks for {total}: nothing is left "
+            f"to do; its model is {start.resume_from}; for more steps raise training.steps (or training.epochs), to "
+            "train anew give another run directory",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
+
+
 def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str, Any]:
     """The arguments of `models.build.build` that the sections give."""
     return dict(
@@ -146,13 +185,16 @@ def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str,
     )
 
 
-def files_writer(settings: Any, start: Start, roles: tuple[str, ...]) -> Callable[[Path], None]:
-    """What `Checkpoints.save` adds to a step directory: the resolved configuration, tokenizer and architectures, and
-    what a converted model brought along for the way back (hf_*.json: tools/convert)."""
+def files_writer(settings: Any, start: Start, roles: tuple[str, ...], log: Log) -> Callable[[Path], None]:
+    """What `Checkpoints.save` adds to a step directory before it gets its name: the resolved configuration, tokenizer
+    and architectures, and what a converted model brought along for the way back (hf_*.json: tools/convert). The lines
+    of `log` are on the disk by then."""
     origin = start.source or (start.resume_from / roles[0] if start.resume_from else None)
     kept = {path.name: path.read_bytes() for path in origin.glob("hf_*.json")} if origin else {}
 
     def write(directory: Path) -> None:
+        lease.verify()  # the save took its time
+        log.sync()
         (directory / state.RUN_FILE).write_text(config.dump(settings))
         start.tokenizer.save(directory / "tokenizer")
         for role in roles:
@@ -170,9 +212,8 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
     run = Path(settings.run)
-    run.mkdir(parents=True, exist_ok=True)
     Checkpoints(run, settings.checkpoint).sweep()
-    (run / state.RUN_FILE).write_text(config.dump(settings))
+    records.replace(run / state.RUN_FILE, config.dump(settings))
     sizes, architecture = settings.parallel, start.architecture
     banner = {
         "run": settings.run,

@@ -14,7 +14,7 @@ from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples, SFTDataConfig, load_sft
-from megarlhf.metrics import Log
+from megarlhf.log import Log
 from megarlhf.models.spec import ModelConfig
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train import offline, setup
@@ -54,8 +54,7 @@ def main(path: str, overrides: list[str]) -> None:
     settings = config.load(SFTConfig, path, overrides)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    topology = setup.cluster(rendezvous, settings)
-    run(settings, setup.agree(plan, rendezvous), topology)
+    setup.execute(run, settings, plan, rendezvous, total_steps=plan.total_steps)
 
 
 def check(settings: SFTConfig, world_size: int) -> Plan:
@@ -108,7 +107,7 @@ def run(settings: SFTConfig, plan: Plan, topology: Topology) -> None:
             checkpoints=Checkpoints(directory, settings.checkpoint),
             log=log,
             settings=settings,
-            write_files=setup.files_writer(settings, start, ("actor",)),
+            write_files=setup.files_writer(settings, start, ("actor",), log),
             derived=perplexity,
         )
 

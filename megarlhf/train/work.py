@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarlhf import records
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture
 
@@ -110,4 +111,4 @@ def _head(architecture: Architecture) -> int:
 def save(work: dict[str, Work], matmul: float, path: Path) -> None:
     """For `megarlhf report`; `matmul`: FLOP/s of all ranks together in large matrix products."""
     rows: dict[str, Any] = {"matmul": matmul, "phases": {name: asdict(phase) for name, phase in work.items()}}
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    records.replace(path, json.dumps(rows, indent=1) + "\n")

@@ -30,6 +30,12 @@ ONE_RANK = {
     "sequence parallelism": (["parallel.sequence=true"], "parallel.sequence: splits the sequence over tensor-parallel"),
     "context parallelism": (["parallel.context=2"], "parallel.context: context parallelism is not supported yet"),
     "ranks": (["parallel.pipeline=2"], "1 ranks cannot be divided by tensor 1 x pipeline 2 = 2; start a multiple of 2"),
+    "no run directory": (["run="], "run must be a string, not None"),
+    "an empty run directory": (["run=''"], "run: is empty; name a directory"),
+    "a run directory in /proc": (["run=/proc/x"], "run: /proc/x cannot be written (No such file or directory)"),
+    "a run directory that is a file": (["run=/etc/passwd"], "run: /etc/passwd cannot be written (Not a directory)"),
+    "a run directory in a file": (["run=/etc/passwd/run"], "run: /etc/passwd/run cannot be written (Not a directory)"),
+    "a long run directory": (["run=" + "x" * 300], "xxx cannot be written (File name too long); give another"),
     "override": (["training.steps"], "override 'training.steps': must have the form key.sub=value"),
 }
 

@@ -20,7 +20,8 @@ LAYERS = (
     ("data", "engine", "checkpoint"),
     ("optim",),
     ("algorithms", "cluster", "report"),
-    ("batch", "kernels", "metrics"),
+    ("batch", "kernels", "metrics", "log"),
+    ("records",),
     ("config",),
 )
 HEIGHT = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}

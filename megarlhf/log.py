@@ -1,0 +1,191 @@
+"""Where the numbers of a run go: console, JSONL files, TensorBoard, W&B. None of them ends a run that could go on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megarlhf import records
+from megarlhf.config import UserError
+from megarlhf.records import Appender
+
+TABLES = ("metrics", "samples")  # the JSONL files of a run directory
+
+
+class Log:
+    """Only global rank 0 writes; on the others every method does nothing.
+
+    `metrics.jsonl` has one object a step: {"step": n, "time": seconds since the epoch, name: value, ...}, and one more
+    for an evaluation after that step. A run that resumes after step `start` first drops the lines of later steps, which
+    it is going to repeat; so each is there once after any number of kills.
+    """
+
+    def __init__(self, directory: Path, *, enabled: bool, start: int, total: int, unit: str, wandb: str | None = None):
+        self.enabled = enabled
+        if not enabled:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.files: dict[str, Appender] = {}
+        for name in TABLES:
+            records.keep_until(directory / f"{name}.jsonl", start)
+        self.events = _Events(directory / "tensorboard", start)
+        self.complained = False
+        self.wandb = None
+        if wandb:
+            self._to_wandb(lambda: self._join_wandb(wandb, start))
+        self.bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, smoothing=0.1)
+
+    def step(self, step: int, values: dict[str, float], shown: dict[str, str] | None = None) -> None:
+        """Record the numbers of one finished step; `shown` goes into the progress bar."""
+        if not self.enabled:
+            return
+        self.record(step, values)
+        self.bar.set_postfix(shown or {}, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Record numbers without moving the progress bar (evaluations)."""
+        if not self.enabled:
+            return
+        self._append("metrics", {"step": step, "time": round(time.time(), 3), **values})
+        for name, value in values.items():
+            self.events.scalar(name, value, step)
+        self._flush()
+        if self.wandb:
+            self._to_wandb(lambda: self.wandb.log(values, step=step))
+
+    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Rows of text and numbers, with the same keys each, to `name`.jsonl (with their step), TensorBoard and W&B.
+        `name` is one of TABLES."""
+        if not self.enabled or not rows:
+            return
+        assert name in TABLES
+        columns, cells = list(rows[0]), [list(row.values()) for row in rows]
+
+        def line(cells) -> str:
+            return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+        for row in rows:
+            self._append(name, {"step": step, **row})
+        self.events.text(name, "\n".join(map(line, [columns, ["-" for _ in columns], *cells])), step)
+        self._flush()
+        if self.wandb:
+            import wandb as weights_and_biases
+
+            self._to_wandb(lambda: self.wandb.log({name: weights_and_biases.Table(columns, cells)}, step=step))
+
+    def say(self, message: str) -> None:
+        """A line above the progress bar."""
+        if self.enabled:
+            self.bar.write(message)
+
+    def sync(self) -> None:
+        """Have all lines on the disk. A checkpoint must not appear before: the run that resumes from it would not
+        write them again."""
+        if self.enabled:
+            self._flush(sync=True)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self.files:
+            self.files[name] = Appender(self.directory / f"{name}.jsonl")
+        # JSON has no NaN: null keeps the line readable by every parser. Half a surrogate pair stays an escape.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self.files[name].write((json.dumps(finite, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+
+    def _flush(self, *, sync: bool = False) -> None:
+        """Write what waits. A disk that takes nothing is mentioned once, and once more when it takes it again."""
+        files = [*self.files.values(), self.events.file]
+        failures = [(file.path, error) for file in files if (error := file.flush(sync=sync))]
+        if failures and not self.complained:
+            path, error = failures[0]
+            self._warn(
+                f"{path}: cannot be written ({error.strerror}); the run goes on, and the lines follow when it can"
+            )
+        elif self.complained and not failures:
+            lost = sum(file.lost for file in files)
+            self._warn(f"{self.directory}: can be written again; {f'{lost} lines are' if lost else 'nothing is'} lost")
+        self.complained = bool(failures)
+
+    def _warn(self, message: str) -> None:
+        tqdm.write(f"  {message}", file=sys.stderr)
+
+    def _join_wandb(self, project: str, start: int) -> None:
+        """Start W&B's run, or go on with the one that this run directory has had since its first step."""
+        import wandb as weights_and_biases
+
+        path = self.directory / "wandb.id"
+        if start == 0 or not path.exists():
+            records.replace(path, secrets.token_hex(4) + "\n")
+        self.wandb = weights_and_biases.init(
+            project=project, id=path.read_text().strip(), name=self.directory.name, dir=str(self.directory),
+            resume="allow",
+        )  # fmt: skip
+
+    def _to_wandb(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever the network, the disk or the server bring about
+            self.wandb = None
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            self._warn(f"W&B: {type(error).__name__}: {first}; the run goes on without it")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self.enabled:
+            return
+        self._flush(sync=True)
+        for file in (*self.files.values(), self.events.file):
+            file.close()
+        self.bar.close()
+        if self.wandb:
+            self._to_wandb(self.wandb.finish)
+
+
+def check_wandb(project: str | None) -> None:
+    """Refuse (UserError) W&B where it is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError("log.wandb: wandb is not installed; pip install wandb, or leave log.wandb out")
+
+
+class _Events:
+    """A TensorBoard event file. TensorBoard's own writer ends for good, with a traceback, when its disk is full."""
+
+    def __init__(self, directory: Path, start: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self.file = Appender(directory / name)
+        self._event, self._records = Event, RecordWriter(self.file)
+        self._write(file_version="brain.Event:2")
+        # the reader forgets what earlier starts said about the steps that come now
+        self._write(step=start + 1 if start else 0, session_log=SessionLog(status=SessionLog.START))
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
+        self._write(step=step, summary=scalar(name, value))
+
+    def text(self, name: str, text: str, step: int) -> None:
+        from torch.utils.tensorboard.summary import text as summary
+
+        self._write(step=step, summary=summary(name, text))
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())

@@ -1,0 +1,110 @@
+"""Files that a run writes beside its checkpoints. They survive kills, and a disk that is full for a while.
+
+A small file is replaced as a whole (`replace`). A file that grows is only appended to (`Appender`); when a run resumes,
+the lines of the steps that it is going to repeat are dropped (`keep_until`), so that each step is there once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from megarlhf.config import UserError
+
+LIMIT = 2**26  # bytes that wait in memory for room on the disk
+
+
+def replace(path: Path, text: str) -> None:
+    """Write `text` to `path`, which at every moment holds the old text or the new one. Raises UserError."""
+    with _replaced(path) as file:
+        file.write(text.encode())
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop from a JSONL file, if there is one, the lines whose "step" is later than `step`, and what is no such line:
+    the last one may have been cut short by a kill. At step 0 a run begins, and nothing is kept. Raises UserError.
+
+    The file is replaced even if all lines stay: a process that still has it open no longer writes into it.
+    """
+    if not path.exists():
+        return
+    with _replaced(path) as target, path.open("rb") as source:
+        target.writelines(line for line in source if step > 0 and _step_of(line) <= step)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once it is on the disk."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); make room or mend the file system, and start again"
+        )
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Appender:
+    """A file to which whole records are appended. What the disk does not take waits in memory, and whatever follows
+    waits behind it; beyond LIMIT bytes records are dropped and counted in `lost`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lost = 0
+        self._waiting = bytearray()
+        self._file: int | None = None  # opened by the first flush: that, too, needs room on the disk
+
+    def write(self, record: bytes) -> None:
+        """Append `record` at the next `flush`."""
+        if len(self._waiting) + len(record) > LIMIT:
+            self.lost += 1
+        else:
+            self._waiting += record
+
+    def flush(self, *, sync: bool = False) -> OSError | None:
+        """Hand what waits to the system; with `sync` have it on the disk. Returns what went wrong instead of raising
+        it."""
+        try:
+            if self._file is None and self._waiting:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                sync_directory(self.path.parent)
+            while self._waiting:
+                del self._waiting[: os.write(self._file, self._waiting)]  # a full disk takes a part
+            if sync and self._file is not None:
+                os.fsync(self._file)
+        except OSError as error:
+            return error
+        return None
+
+    def close(self) -> OSError | None:
+        """Flush and close; what the disk does not take now is lost."""
+        error = self.flush(sync=True)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        return error

@@ -1,0 +1,155 @@
+"""What a run writes beside its checkpoints: each step once after any number of kills, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarlhf import records
+from megarlhf.config import UserError
+from megarlhf.log import Log, check_wandb
+from tests.ranks import ROOT
+
+
+def log(directory: Path, start: int = 0, **options) -> Log:
+    return Log(directory, enabled=True, start=start, total=9, unit="step", **options)
+
+
+def steps(directory: Path, name: str = "metrics") -> list[int]:
+    return [json.loads(line)["step"] for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+def write(out: Log, *numbers: int) -> None:
+    for step in numbers:
+        out.record(step, {"loss": 1.0 / (step + 1)})
+        if step % 2 == 0:
+            out.record(step, {"validation/loss": float("nan")})
+            out.table("samples", [{"query": f"q{row}", "score": row + step} for row in range(2)], step)
+
+
+def test_each_step_is_there_once(tmp_path):
+    """Starts that end without a word, with the last line cut, and go on after an earlier step."""
+    (tmp_path / "prompts.jsonl").write_text('{"step": 99}\n')  # a user's own file
+    write(log(tmp_path), 0, 1, 2)  # neither closed nor saved: it begins anew
+    write(log(tmp_path), 0, 1, 2, 3, 4, 5)
+    for name in ("metrics", "samples"):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 6, "los' if name == "metrics" else '{"step": 4}')  # as a kill leaves it
+    old = (tmp_path / "metrics.jsonl").open("a")
+    write(log(tmp_path, 3), 4)
+    write(log(tmp_path, 4), 5, 6)
+    old.write('{"step": 7}\n')  # a process that lost the directory: its file is no longer this one
+    old.close()
+    with log(tmp_path, 6) as out:
+        write(out, 7, 8)
+    assert steps(tmp_path) == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
+    assert steps(tmp_path, "samples") == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+    assert (tmp_path / "prompts.jsonl").read_text() == '{"step": 99}\n'
+    assert not list(tmp_path.glob("*.partial"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["validation/loss"] is None
+
+
+def test_what_tensorboard_reads(tmp_path):
+    """TensorBoard's own reader: each step once, although the first start came further than its checkpoint."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(log(tmp_path), 0, 1, 2, 3)
+    with log(tmp_path, 2) as out:
+        write(out, 3, 4)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert events.Scalars("loss")[4].value == pytest.approx(0.2)
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "null\n[]\n", '{"step": "x"}\n', "[" * 100000 + "\n"])
+def test_damaged_lines_are_dropped(tmp_path, content):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + content.encode() + b'\xff\xfe{"step": 1}\n{"step": 2}\n')
+    records.keep_until(path, 5)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from megarlhf.log import Log
+import torch.utils.tensorboard.summary  # its import writes files
+
+def limit(size):  # as a full disk: what is longer cannot be written
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+with Log(Path(sys.argv[1]), enabled=True, start=0, total=9, unit="step") as log:
+    for step in range(1, 100):
+        if step == 20:
+            limit(700)
+        if step == 60:
+            limit(resource.RLIM_INFINITY)
+        log.step(step, {"loss": step / 7})
+        log.table("samples", [{"query": "x" * 40, "score": step}], step)
+        if step % 10 == 0:
+            log.sync()
+"""
+
+
+def test_a_full_disk(tmp_path):
+    """The lines wait, and are all there when the disk has room again."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if str(tmp_path) in line]
+    assert len(said) == 2, done.stderr
+    assert "cannot be written (File too large); the run goes on" in said[0] and "can be written again" in said[1]
+    assert "Traceback" not in done.stderr
+    assert steps(tmp_path) == steps(tmp_path, "samples") == list(range(1, 100))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 100))
+
+
+def test_memory_for_waiting_lines_is_bounded(tmp_path):
+    file = records.Appender(tmp_path / "no" / "such")
+    (tmp_path / "no").write_text("")  # not a directory, for now
+    line = b"x" * (records.LIMIT // 4 - 1) + b"\n"
+    for _ in range(6):
+        file.write(line)
+        assert isinstance(file.flush(), OSError)
+    (tmp_path / "no").unlink()
+    assert file.close() is None and file.lost == 2
+    assert file.path.stat().st_size == 4 * len(line)
+
+
+def test_a_file_is_replaced_or_stays(tmp_path):
+    path = tmp_path / "run.yaml"
+    records.replace(path, "a: 1\n")
+    inode = path.stat().st_ino
+    records.replace(path, "a: 2\n")
+    assert path.read_text() == "a: 2\n" and path.stat().st_ino != inode
+    with pytest.raises(UserError, match="cannot be written"):
+        records.replace(tmp_path / "none" / "x", "")
+
+
+def test_wandb(tmp_path):
+    """One run of W&B's over all starts, unless a run begins anew."""
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match="log.wandb: wandb is not installed; pip install wandb"):
+            check_wandb("project")
+        pytest.skip("wandb is not installed: its runs over restarts were not tried")
+    os.environ["WANDB_MODE"] = "offline"
+    ids = []
+    for start in (0, 2, 4, 0):
+        with log(tmp_path, start, wandb="project") as out:
+            ids.append(out.wandb.id)
+            write(out, start + 1, start + 2)
+    assert ids[0] == ids[1] == ids[2] != ids[3]
