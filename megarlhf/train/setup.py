@@ -161,6 +161,8 @@ def is_finished(settings: Any, start: Start, topology: Topology, total: int) -> 
     if done < total:
         return False
     if topology.rank == 0:
+        for note in start.notes:
+            print(f"  {note}", file=sys.stderr)
         print(
             f"megarlhf: {settings.run} has done {done} steps, and the configuration asks for {total}: nothing is left "
             f"to do; its model is {start.resume_from}; for more steps raise training.steps (or training.epochs), to "

@@ -40,10 +40,14 @@ def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
     assert perplexities(tmp_path / "run") == perplexities(run)
 
     # finished runs say so and change nothing; a changed configuration is named
-    again = finish(*command, "optimizer.lr=0.005")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    again = finish(*command, "optimizer.lr=0.005", "training.steps=4")
     assert again.returncode == 0
     assert "changed since then: optimizer.lr: 0.01 -> 0.005" in again.stderr
-    assert losses(tmp_path / "run") == losses(run)
+    (line,) = [line for line in again.stderr.splitlines() if line.startswith("megarlhf: ")]
+    assert "/run has done 8 steps, and the configuration asks for 4: nothing is left to do; its model is" in line
+    assert str(tmp_path / "run" / "checkpoints" / "step_00000008") in line and "raise training.steps" in line
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
