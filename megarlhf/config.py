@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -20,6 +21,7 @@ from typing import Any, Literal, TypeVar, Union
 import yaml
 
 T = TypeVar("T")
+_LIKE = "like"  # in a field's metadata
 
 
 class UserError(ValueError):
@@ -57,12 +59,19 @@ def load(
             hint = nearest(str(chosen.value), list(presets))
             raise UserError(f"{chosen.where}: there is no preset {chosen.value!r}; {hint}")
         _fill(tree, _wrap(presets[chosen.value], f"preset {chosen.value}"))
-    return _build(cls, tree, "")
+    return _Builder(cls, tree).build(cls, tree, "")
+
+
+def like(section: str) -> dict[str, str]:
+    """Metadata for the field of an optional section: where some of its keys are given, the others are those of
+    `section`, a key of the program's configuration."""
+    return {_LIKE: section}
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     """Build `cls` from plain values (a saved section, say). `where` names their source in errors."""
-    return _build(cls, _wrap(values, where), "")
+    tree = _wrap(values, where)
+    return _Builder(cls, tree).build(cls, tree, "")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -153,86 +162,115 @@ def _override(tree: _Node, override: str) -> None:
 def _fill(tree: _Node, base: _Node) -> None:
     """Add to `tree` what it does not have of `base`."""
     for key, node in base.value.items():
-        if key not in tree.value:
-            tree.value[key] = node
+        if key not in tree.value or (tree.value[key].value is None and isinstance(node.value, dict)):
+            tree.value[key] = node  # a section of which every key is commented out is null
         elif isinstance(node.value, dict) and isinstance(tree.value[key].value, dict):
             _fill(tree.value[key], node)
 
 
-def _build(kind: Any, node: _Node, key: str) -> Any:
-    """`node` as a value of the type `kind`; `key` is its dotted name for errors."""
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    """Nodes -> values, for one configuration: `cls`, and the whole `tree`."""
 
-    def refuse(expected: str) -> typing.NoReturn:
-        shown = "a section" if isinstance(node.value, dict) else repr(_unwrap(node))
-        raise UserError(f"{node.where}: {key} must be {expected}, not {shown}")
+    cls: type
+    tree: _Node
 
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    value = node.value
-    if dataclasses.is_dataclass(kind):
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            refuse(f"a section ({', '.join(field.name for field in dataclasses.fields(kind))})")
-        return _build_section(kind, value, node.where, key)
-    if kind is Any:
-        return _unwrap(node)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        rest = [arg for arg in args if arg is not type(None)]
-        if len(rest) == 1:
-            return _build(rest[0], node, key)
-        for arg in rest:
+    def build(self, kind: Any, node: _Node, key: str, default: Any = None) -> Any:
+        """`node` as a value of the type `kind`; `key` is its dotted name for errors. What a section does not give is
+        as in `default`, that section as it is where none of its keys is given (None: as its class says)."""
+
+        def refuse(expected: str) -> typing.NoReturn:
+            shown = "a section" if isinstance(node.value, dict) else repr(_unwrap(node))
+            raise UserError(f"{node.where}: {key} must be {expected}, not {shown}")
+
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        value = node.value
+        if dataclasses.is_dataclass(kind):
+            if value is None:
+                value = {}
+            if not isinstance(value, dict):
+                refuse(f"a section ({', '.join(field.name for field in dataclasses.fields(kind))})")
+            return self._section(kind, value, node.where, key, default)
+        if kind is Any:
+            return _unwrap(node)
+        if origin in (Union, types.UnionType):
+            if value is None and type(None) in args:
+                return None
+            rest = [arg for arg in args if arg is not type(None)]
+            if len(rest) == 1:
+                return self.build(rest[0], node, key, default)
+            for arg in rest:
+                try:
+                    return self.build(arg, node, key)
+                except UserError:
+                    continue
+            refuse(" or ".join(_name(arg) for arg in rest))
+        if origin is Literal:
+            booleans = [arg for arg in args if isinstance(arg, bool)]
+            if value not in args or isinstance(value, bool) != any(value is arg for arg in booleans):
+                refuse(f"one of {', '.join(str(arg) for arg in args)}")
+            return value
+        if origin in (tuple, list):
+            if not isinstance(value, list):
+                refuse("a list")
+            return origin(self.build(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+        if origin is dict:
+            if not isinstance(value, dict):
+                refuse("a mapping")
+            return {name: self.build(args[1], item, f"{key}.{name}") for name, item in value.items()}
+        if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             try:
-                return _build(arg, node, key)
-            except UserError:
-                continue
-        refuse(" or ".join(_name(arg) for arg in rest))
-    if origin is Literal:
-        if value not in args or isinstance(value, bool) != any(value is arg for arg in args if isinstance(arg, bool)):
-            refuse(f"one of {', '.join(str(arg) for arg in args)}")
+                value = float(value)  # YAML 1.1 reads 1e-5 as a string
+            except ValueError:
+                refuse("a number")
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            refuse(_name(kind))
+        if kind is float and not math.isfinite(value):
+            refuse("a finite number")
         return value
-    if origin in (tuple, list):
-        if not isinstance(value, list):
-            refuse("a list")
-        return origin(_build(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict):
-            refuse("a mapping")
-        return {name: _build(args[1], item, f"{key}.{name}") for name, item in value.items()}
-    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+
+    def _section(self, cls: type[T], values: dict[str, _Node], where: str, key: str, default: T | None) -> T:
+        hints = _hints(cls)
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        defaults = {
+            name: _default(field) if default is None else getattr(default, name) for name, field in fields.items()
+        }
+        built = {}
+        for name, node in values.items():
+            full = f"{key}.{name}" if key else name
+            if name not in fields:
+                raise UserError(f"{node.where}: unknown key '{full}'; {nearest(name, list(fields))}")
+            usual = defaults[name]
+            if usual is None and _LIKE in fields[name].metadata and isinstance(node.value, dict):
+                usual = self._program_section(fields[name].metadata[_LIKE])
+            built[name] = self.build(hints[name], node, full, None if usual is dataclasses.MISSING else usual)
+        for name, value in defaults.items():
+            if name not in built and value is dataclasses.MISSING:
+                raise UserError(f"{where}: '{key + '.' if key else ''}{name}' is missing and has no default; set it")
         try:
-            value = float(value)  # YAML 1.1 reads 1e-5 as a string
-        except ValueError:
-            refuse("a number")
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        refuse(_name(kind))
-    if kind is float and not math.isfinite(value):
-        refuse("a finite number")
-    return value
+            return cls(**(defaults | built))
+        except UserError:
+            raise
+        except ValueError as error:  # what the section's own __post_init__ refuses: "field: what; remedy"
+            name = str(error).partition(":")[0]
+            where = values[name].where if name in values else where
+            raise UserError(f"{where}: {key + '.' if key else ''}{error}")
+
+    def _program_section(self, name: str) -> Any:
+        """The section `name` of the whole configuration."""
+        field = next(field for field in dataclasses.fields(self.cls) if field.name == name)
+        usual = _default(field)
+        if name not in self.tree.value:
+            return usual
+        return self.build(_hints(self.cls)[name], self.tree.value[name], name, usual)
 
 
-def _build_section(cls: type[T], values: dict[str, _Node], where: str, key: str) -> T:
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    built = {}
-    for name, node in values.items():
-        full = f"{key}.{name}" if key else name
-        if name not in fields:
-            raise UserError(f"{node.where}: unknown key '{full}'; {nearest(name, list(fields))}")
-        built[name] = _build(hints[name], node, full)
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if name not in built and required:
-            raise UserError(f"{where}: '{key + '.' if key else ''}{name}' is missing and has no default; set it")
-    try:
-        return cls(**built)
-    except UserError:
-        raise
-    except ValueError as error:  # what the section's own __post_init__ refuses: "field: what; remedy"
-        name = str(error).partition(":")[0]
-        where = values[name].where if name in values else where
-        raise UserError(f"{where}: {key + '.' if key else ''}{error}")
+_hints = functools.cache(typing.get_type_hints)  # a function of the class, and slow
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """What a field is when it is not given; MISSING if it must be."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _name(kind: Any) -> str:

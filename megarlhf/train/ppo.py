@@ -54,7 +54,8 @@ class CriticConfig:
     checkpoint: str | None = (
         None  # separate: a reward model to start from; default: the actor's trunk, a zero head (P2)
     )
-    optimizer: OptimizerConfig | None = None  # separate: default the actor's
+    # separate: default the actor's, as a whole or key by key
+    optimizer: OptimizerConfig | None = field(default=None, metadata=config.like("optimizer"))
 
     def __post_init__(self):
         if self.kind == "shared" and (self.checkpoint or self.optimizer):
