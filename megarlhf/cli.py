@@ -18,7 +18,7 @@ import time
 import traceback
 
 from megarlhf import __version__, report
-from megarlhf.config import UserError
+from megarlhf.config import UnknownKeyError, UserError
 
 PROGRAMS = {
     "sft": ("megarlhf.train.sft", "supervised fine-tuning on prompts and responses, chats or plain text"),
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(module).main(arguments.config, [*overrides, *arguments.overrides])
         status = 0
     except UserError as error:
-        status = _fail(f"error: {error}", 2, error)
+        status = _fail(f"error: {error}{_belongs_to(arguments, error)}", 2, error)
     except KeyboardInterrupt:
         status = 130
     except SystemExit as left:  # saved and left early
@@ -94,6 +94,15 @@ def main(argv: list[str] | None = None) -> int:
     if watchdog := _watchdog():
         watchdog.close()
     return status
+
+
+def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
+    """Whose configuration it is, where one was given to another program."""
+    program = arguments.subject if arguments.program == "preflight" else arguments.program
+    if not isinstance(error, UnknownKeyError) or arguments.config is None or program is None:
+        return ""
+    modules = {name: PROGRAMS[name][0] for name in (*TRAINING, "generate")}
+    return importlib.import_module("megarlhf.train.preflight").belongs_to(arguments.config, program, modules)
 
 
 def _watchdog():

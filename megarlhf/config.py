@@ -12,23 +12,33 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
+import stat
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, BinaryIO, Literal, TypeVar, Union
 
 import yaml
 
 T = TypeVar("T")
 _LIKE = "like"  # in a field's metadata
+LARGEST_FILE = 2**18  # bytes; yaml reads about 100 kB a second
+MOST_VALUES = 20_000
+DEEPEST = 40  # brackets within brackets
 
 
 class UserError(ValueError):
     """A mistake the user can mend. `megarlhf` prints it as one line, without a traceback, and exits with status 2."""
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(message.split()))
+        super().__init__(_cut(line, 4000))
+
+
+class UnknownKeyError(UserError):
+    """A key that the configuration of this program does not have; perhaps the file is for another one."""
 
 
 def load(
@@ -45,19 +55,16 @@ def load(
     Raises UserError for a missing file, bad YAML, unknown keys (naming the nearest), wrong types, and for whatever a
     section's own `__post_init__` refuses.
     """
-    try:
-        text = Path(path).read_text() if path is not None else ""
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"{path}: cannot read the configuration ({reason}); give --config an existing YAML file")
-    tree = _parse(text, str(path or "command line"))
+    tree = _Node({}, "command line")
+    if path is not None:
+        tree = _read(Path(path), "the configuration", "give --config an existing YAML file")
     for override in overrides:
         _override(tree, override)
     if presets is not None and "preset" in tree.value:
         chosen = tree.value["preset"]
-        if chosen.value not in presets:
+        if not isinstance(chosen.value, str) or chosen.value not in presets:
             hint = nearest(str(chosen.value), list(presets))
-            raise UserError(f"{chosen.where}: there is no preset {chosen.value!r}; {hint}")
+            raise UserError(f"{chosen.where}: there is no preset {_shown(_unwrap(chosen))}; {hint}")
         _fill(tree, _wrap(presets[chosen.value], f"preset {chosen.value}"))
     return _Builder(cls, tree).build(cls, tree, "")
 
@@ -72,6 +79,31 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     """Build `cls` from plain values (a saved section, say). `where` names their source in errors."""
     tree = _wrap(values, where)
     return _Builder(cls, tree).build(cls, tree, "")
+
+
+def read(path: Path, what: str, remedy: str) -> dict[str, Any]:
+    """The plain values of a YAML file with a mapping in it. UserError says why `what` cannot be read."""
+    return _unwrap(_read(path, what, remedy))
+
+
+def open_file(path: str | Path, what: str, remedy: str) -> BinaryIO:
+    """A file, opened to be read. Raises UserError for what is none: one would wait for the other end of a pipe."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            return open(path, "rb")
+        reason = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device, not a file"
+    except OSError as error:
+        reason = error.strerror
+    except ValueError as error:  # null characters and the like
+        reason = str(error)
+    raise UserError(f"{_cut(str(path), 300)}: cannot read {what} ({reason}); {remedy}")
+
+
+def check_seed(seed: int) -> None:
+    """ValueError unless all the generators take it."""
+    if seed < 0:
+        raise ValueError(f"seed: must not be negative, not {seed}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -97,40 +129,114 @@ class _Node:
     where: str
 
 
-def _parse(text: str, name: str) -> _Node:
+def _read(path: Path, what: str, remedy: str) -> _Node:
+    """The mapping in a YAML file."""
+    with open_file(path, what, remedy) as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise UserError(f"{path}: has more than {LARGEST_FILE} bytes, which no configuration needs; {remedy}")
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(
-            f"{name}{line}: not valid YAML ({getattr(error, 'problem', None) or error}); check the indentation"
-        )
-    if root is None:
-        return _Node({}, f"{name}:1")
-    constructor = yaml.SafeLoader("")
-
-    def convert(node: yaml.Node) -> _Node:
-        where = f"{name}:{node.start_mark.line + 1}"
-        if isinstance(node, yaml.MappingNode):
-            out: dict[str, _Node] = {}
-            for key_node, value_node in node.value:
-                key = constructor.construct_object(key_node)
-                here = f"{name}:{key_node.start_mark.line + 1}"
-                if not isinstance(key, str):
-                    raise UserError(f"{here}: key {key!r} is not a name; keys must be words")
-                if key in out:
-                    raise UserError(f"{here}: key '{key}' stands twice in one section; remove one")
-                out[key] = dataclasses.replace(convert(value_node), where=here)
-            return _Node(out, where)
-        if isinstance(node, yaml.SequenceNode):
-            return _Node([convert(item) for item in node.value], where)
-        return _Node(constructor.construct_object(node), where)
-
-    tree = convert(root)
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8 (byte {error.start + 1} of the file); save it as UTF-8 text")
+    tree = _Reader(lambda line: f"{path}:{line}").read(text)
+    if tree is None:
+        return _Node({}, f"{path}:1")
     if not isinstance(tree.value, dict):
-        raise UserError(f"{name}:1: the configuration must be a mapping of sections, not {type(tree.value).__name__}")
+        raise UserError(f"{path}:1: the file must be a mapping of sections, not {type(tree.value).__name__}")
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    def fetch_flow_collection_start(self, token: type) -> None:
+        if self.flow_level >= DEEPEST:  # yaml's time goes with the square of the depth
+            raise yaml.scanner.ScannerError(None, None, "nested too deeply", self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+
+class _Reader:
+    """YAML -> nodes, for one text. `place` names a line of it, counted from 1."""
+
+    def __init__(self, place: Callable[[int], str]):
+        self.place = place
+        self.constructor = yaml.SafeLoader("")
+        self.count = 0  # of values, each use of an anchor anew
+        self.around: set[int] = set()  # the ids of the nodes around the one that is converted
+
+    def read(self, text: str) -> _Node | None:
+        """None of an empty text."""
+        try:
+            root = yaml.compose(text, Loader=_Loader)
+            return None if root is None else self._convert(root)
+        except yaml.reader.ReaderError as error:
+            line, problem = text.count("\n", 0, error.position) + 1, f"{error.reason}: {chr(error.character)!r}"
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line, problem = mark.line + 1 if mark else 1, getattr(error, "problem", None) or str(error)
+        except RecursionError:
+            line, problem = 1, "nested too deeply"
+        raise UserError(f"{self.place(line)}: not valid YAML ({problem}); check indentation and quotes")
+
+    def _convert(self, node: yaml.Node) -> _Node:
+        where = self._where(node)
+        self.count += 1
+        if self.count > MOST_VALUES:
+            raise UserError(f"{where}: the anchors up to here stand for more than {MOST_VALUES} values; use fewer")
+        if id(node) in self.around:
+            raise UserError(f"{where}: this anchor contains itself; write out what it stands for")
+        if isinstance(node, yaml.ScalarNode):
+            return _Node(self._scalar(node), where)
+        if node.tag not in _COLLECTIONS:
+            raise UserError(f"{where}: the tag {node.tag} is not understood; remove it")
+        self.around.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node)
+        else:
+            value = [self._convert(item) for item in node.value]
+        self.around.remove(id(node))
+        return _Node(value, where)
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, _Node]:
+        out: dict[str, _Node] = {}
+        merged: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            here = self._where(key_node)
+            if key_node.tag == _MERGE:
+                merged += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                continue
+            key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "of several values"
+                raise UserError(f"{here}: the key {_shown(shown)} is not a name; keys must be words")
+            if key in out:
+                raise UserError(f"{here}: key '{key}' stands twice in one section; remove one")
+            out[key] = dataclasses.replace(self._convert(value_node), where=here)
+        for other in merged:  # <<: what the section itself or an earlier one does not give
+            if not isinstance(other, yaml.MappingNode):
+                raise UserError(
+                    f"{self._where(other)}: '<<' takes a section, or a list of sections; give an alias of one"
+                )
+            out = self._convert(other).value | out
+        return out
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            value = self.constructor.construct_object(node)
+        except Exception:  # yaml raises whatever int(), date() and its own tables raise
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise UserError(f"{self._where(node)}: {_shown(node.value)} cannot be read as {tag}; correct or quote it")
+        if not isinstance(value, (str, int, float, type(None))):
+            kind = type(value).__name__
+            raise UserError(f"{self._where(node)}: {_shown(node.value)} is read as a {kind}; quote it")
+        return value
+
+    def _where(self, node: yaml.Node) -> str:
+        return self.place(node.start_mark.line + 1)
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 def _wrap(value: Any, where: str) -> _Node:
@@ -143,20 +249,17 @@ def _wrap(value: Any, where: str) -> _Node:
 
 def _override(tree: _Node, override: str) -> None:
     key, separator, text = override.partition("=")
-    where = f"override '{override}'"
+    where = f"override '{_cut(override, 100)}'"
     if not separator or not key:
         raise UserError(f"{where}: must have the form key.sub=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"{where}: the value is not valid YAML; quote it")
+    value = _Reader(lambda line: where).read(text)
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         if not isinstance(node.value.get(parent, _Node({}, where)).value, dict):
             node.value[parent] = _Node({}, where)  # an explicit null section is opened by setting a key in it
         node = node.value.setdefault(parent, _Node({}, where))
-    node.value[leaf] = _wrap(value, where)
+    node.value[leaf] = value or _Node(None, where)
 
 
 def _fill(tree: _Node, base: _Node) -> None:
@@ -180,7 +283,7 @@ class _Builder:
         as in `default`, that section as it is where none of its keys is given (None: as its class says)."""
 
         def refuse(expected: str) -> typing.NoReturn:
-            shown = "a section" if isinstance(node.value, dict) else repr(_unwrap(node))
+            shown = "a section" if isinstance(node.value, dict) else _shown(_unwrap(node))
             raise UserError(f"{node.where}: {key} must be {expected}, not {shown}")
 
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -221,12 +324,16 @@ class _Builder:
         if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             try:
                 value = float(value)  # YAML 1.1 reads 1e-5 as a string
-            except ValueError:
+            except (ValueError, OverflowError):
                 refuse("a number")
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             refuse(_name(kind))
         if kind is float and not math.isfinite(value):
             refuse("a finite number")
+        if kind is int and not -(2**63) <= value < 2**63:
+            refuse("a whole number of 64 bits")
+        if kind is str and ("\0" in value or not _is_unicode(value)):
+            refuse("a string without null characters and halves of surrogate pairs")
         return value
 
     def _section(self, cls: type[T], values: dict[str, _Node], where: str, key: str, default: T | None) -> T:
@@ -239,7 +346,7 @@ class _Builder:
         for name, node in values.items():
             full = f"{key}.{name}" if key else name
             if name not in fields:
-                raise UserError(f"{node.where}: unknown key '{full}'; {nearest(name, list(fields))}")
+                raise UnknownKeyError(f"{node.where}: unknown key '{_cut(full, 100)}'; {nearest(name, list(fields))}")
             usual = defaults[name]
             if usual is None and _LIKE in fields[name].metadata and isinstance(node.value, dict):
                 usual = self._program_section(fields[name].metadata[_LIKE])
@@ -271,6 +378,25 @@ _hints = functools.cache(typing.get_type_hints)  # a function of the class, and 
 def _default(field: dataclasses.Field) -> Any:
     """What a field is when it is not given; MISSING if it must be."""
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _cut(repr(value), 100)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _name(kind: Any) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megarlhf.config import UserError
+
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
@@ -41,6 +43,14 @@ class OptimizerConfig:
                 raise ValueError(f"{name}: must not be negative")
         if self.eps <= 0:
             raise ValueError(f"eps: must be positive, not {self.eps}")
+
+    def check(self, total_steps: int, key: str = "optimizer") -> None:
+        """Refuse (UserError) a warm-up that is longer than a run of `total_steps` updates. `key` names the section."""
+        if self.warmup_steps > total_steps:
+            raise UserError(
+                f"{key}.warmup_steps: {self.warmup_steps} are more than the run's {total_steps} updates, so the rate "
+                "would never reach lr; lower it or train longer"
+            )
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -102,13 +102,7 @@ def rendezvous(env: Mapping[str, str]) -> Rendezvous:
             # Steps of a job, and neighbouring jobs on a node, differ; all lie below Linux's ephemeral ports (32768).
             port = 20000 + (_number(env, "SLURM_JOB_ID") * 37 + step) % 10000
         return Rendezvous("slurm", *ranks, _text(env, "SLURMD_NODENAME"), addr, port)
-    if "SLURM_JOB_ID" in env:
-        tasks = max(_number(env, name) if name in env else 1 for name in ("SLURM_NTASKS", "SLURM_NNODES"))
-        if tasks > 1:
-            raise UserError(
-                f"Slurm job {env['SLURM_JOB_ID']} has {tasks} tasks, but this process runs outside a job step, alone; "
-                "start it with `srun python -m megarlhf ...` (srun -n1 for a single process)"
-            )
+    _refuse_alone_in_a_job(env)
     return Rendezvous("single", 0, 1, 0, 1, env.get("SLURMD_NODENAME"), "127.0.0.1", None)
 
 
@@ -302,6 +296,33 @@ def _refuse_same_rank_everywhere(env: Mapping[str, str]) -> None:
                     "ranks; unset RANK and WORLD_SIZE, which are found without"
                 )
             return
+
+
+def _refuse_alone_in_a_job(env: Mapping[str, str]) -> None:
+    """One process in an allocation that was made for several: srun was forgotten, or the variables of its step did not
+    come through (a container that takes some of the environment)."""
+    if "SLURM_JOB_ID" not in env and "SLURM_PROCID" not in env:
+        return
+    job = f"Slurm job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "The Slurm job around"
+    alone = "but this process runs outside a job step, alone"
+    srun = "start it with `srun python -m megarlhf ...` (srun -n1 for a single process)"
+
+    def number(name: str) -> int:
+        return _number(env, name) if name in env else 1
+
+    nodes = number("SLURM_NNODES")
+    tasks = max(nodes, number("SLURM_NTASKS"), nodes * number("SLURM_NTASKS_PER_NODE"), number("SLURM_STEP_NUM_TASKS"))
+    if tasks > 1:
+        raise UserError(f"{job} has {tasks} tasks, {alone}; {srun}")
+    if "SLURM_PROCID" in env and _number(env, "SLURM_PROCID") > 0:  # a batch script's is 0
+        raise UserError(
+            f"SLURM_PROCID={env['SLURM_PROCID']} is one task's of a job step, but SLURM_STEP_ID is missing; pass all "
+            "SLURM_ variables on to the program"
+        )
+    # Who wants one device of several says so in CUDA_VISIBLE_DEVICES, which Slurm sets to all of them.
+    gpus = env["CUDA_VISIBLE_DEVICES"].count(",") + 1 if "CUDA_VISIBLE_DEVICES" in env else number("SLURM_GPUS_ON_NODE")
+    if gpus > 1 and "SLURM_GPUS_ON_NODE" in env:
+        raise UserError(f"{job} has {gpus} GPUs on this node, {alone}; {srun}, with a task for each GPU")
 
 
 def _master(env: Mapping[str, str]) -> tuple[str | None, int | None]:

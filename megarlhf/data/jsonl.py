@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from megarlhf.config import UserError
+from megarlhf.config import UserError, open_file
 
 T = TypeVar("T")
+LONGEST = 2**26  # bytes of a line; more is a file of another kind
 
 
 class Records:
@@ -70,11 +71,43 @@ def places(path: str, what: str, lines: list[tuple[int, str]]) -> str:
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """(number, content) of each line; as bytes, so that a wrong one spoils its own line only."""
-    try:
-        with open(path, "rb") as file:
-            yield from enumerate(file, start=1)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the examples ({error.strerror}); give an existing JSONL file")
+    with open_file(path, "the examples", "give an existing JSONL file") as file:
+        try:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), start=1):
+                if number == 1:
+                    _refuse_other_formats(path, line)
+                if len(line) == LONGEST:
+                    raise UserError(f"{path}:{number}: a line of more than {LONGEST} bytes; give a JSONL file")
+                yield number, line
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the examples ({error.strerror}); copy the file to another disk")
+
+
+def _refuse_other_formats(path: str, line: bytes) -> None:
+    """Say what a file is that has no line of JSONL at all, by how its first `line` begins."""
+    for start, kind, remedy in _FORMATS:
+        if line.startswith(start):
+            raise UserError(f"{path}: is {kind}, not JSONL; {remedy}")
+    if line.lstrip().startswith(b"["):
+        raise UserError(f"{path}:1: is a JSON array, not JSONL; write each object on a line of its own (jq -c '.[]')")
+    if line.strip() == b"{":
+        raise UserError(f"{path}:1: an object goes over several lines; write each on a line of its own (jq -c .)")
+
+
+_EXPORT = "export it as one JSON object a line"
+_FORMATS = (
+    (b"\x1f\x8b", "compressed by gzip", "unpack it with gunzip"),
+    (b"\xfd7zXZ", "compressed by xz", "unpack it with unxz"),
+    (b"BZh", "compressed by bzip2", "unpack it with bunzip2"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it with unzstd"),
+    (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
+    (b"PAR1", "a Parquet file", _EXPORT),
+    (b"ARROW1", "an Arrow file", _EXPORT),
+    (b"Obj\x01", "an Avro file", _EXPORT),
+    (b"SQLite format 3", "an SQLite database", _EXPORT),
+    (b"\xff\xfe", "text in UTF-16", "save it as UTF-8"),
+    (b"\xfe\xff", "text in UTF-16", "save it as UTF-8"),
+)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if any((path / name).is_file() for name in _HF_MARKS):
         return _HuggingFace(path)
-    models = sorted(path.glob("*.model"))
+    models = sorted(file for file in path.glob("*.model") if file.is_file())
     if len(models) != 1:
         found = f"{len(models)} .model files" if models else "neither tokenizer.json nor a .model file"
         raise UserError(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from megarlhf.cluster.parallel import ParallelConfig
 
 FILE = "architecture.yaml"
+# Sizes must be less: layers and experts are gone through one by one, and sampling holds ids in float32.
+MOST = {"num_layers": 2**14, "num_experts": 2**12, "vocab_size": 2**24}
+RANGES = (("norm_epsilon", 0, 0.1), ("rotary_base", 1, 1e12), ("rotary_percent", 0, 1), ("init_std", 0, 10))
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        if self.factor < 1:
+            raise ValueError(f"factor: must be at least 1, not {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor: must be positive and below high_freq_factor {self.high_freq_factor}, not "
+                f"{self.low_freq_factor}"
+            )
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"original_max_position_embeddings: must be at least 1, not {self.original_max_position_embeddings}"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,8 +93,12 @@ class Architecture:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{field.name}: must be at least 1, not {value}")
+            if isinstance(value, int) and not isinstance(value, bool) and not 0 < value < MOST.get(field.name, 2**31):
+                most = MOST.get(field.name, 2**31) - 1
+                raise ValueError(f"{field.name}: must be from 1 to {most}, not {value}")
+        for name, low, high in RANGES:
+            if not low < getattr(self, name) <= high:
+                raise ValueError(f"{name}: must be above {low} and at most {high:g}, not {getattr(self, name)}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_query_groups: {self.num_query_groups} key/value heads do not divide {self.num_attention_heads} "
@@ -88,6 +108,12 @@ class Architecture:
             raise ValueError(
                 f"hidden_size: {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}; "
                 "change one or set head_dim"
+            )
+        rotary = int(self.kv_channels * self.rotary_percent)  # channels that turn, in pairs
+        if self.position_embedding == "rope" and (rotary < 2 or rotary % 2):
+            raise ValueError(
+                f"rotary_percent: {self.rotary_percent} of a head's {self.kv_channels} channels are {rotary}, but they "
+                "turn in pairs; change it, or the size of a head"
             )
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("shared_norm: needs parallel_residual true; otherwise the MLP has a norm of its own")
@@ -168,6 +194,16 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
         raise UserError(
             f"parallel.pipeline: the model's {architecture.num_layers} layers cannot be shared evenly by {stages} "
             "pipeline stages (pipeline x virtual_pipeline); use sizes that divide it"
+        )
+
+
+def check_length(architecture: Architecture, length: int, key: str) -> None:
+    """Refuse (UserError) rows that are longer than the model's positions, also where rotary ones go on: nobody trained
+    it there. `key` is what to lower."""
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"{key}: rows of {length} tokens are longer than the model's {architecture.max_position_embeddings} "
+            f"positions; lower it"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import yaml
-
+from megarlhf import config as configuration
 from megarlhf.config import UserError
 from megarlhf.report.charts import GROUPS, Chart, Points, draw, number, stacked
 from megarlhf.report.page import page
 
+LAST_TIME = 253402300800  # seconds since the epoch: the year 10000, which has no date
 SHOWN, UNFOLDED = 100, 8  # rows of the table of samples
 # What a run is judged by: (label, name, 1 if more is better, -1 if less is, 0 if neither).
 HIGHLIGHTS = (
@@ -105,47 +105,79 @@ def read(directory: Path) -> Run:
                 f"{directory}: not a run directory, {name} is missing; give the one that `run:` of a configuration of "
                 "megarlhf sft, reward or ppo names"
             )
-    text = (directory / "run.yaml").read_text(encoding="utf-8", errors="replace")
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{directory / 'run.yaml'}: not a configuration in YAML; put that of the run there again")
-    audit, work = directory / "audit.json", directory / "work.json"
+    remedy = "put that of the run there again"
+    config = configuration.read(directory / "run.yaml", "the configuration", remedy)
+    if not config:
+        raise UserError(f"{directory / 'run.yaml'}: is empty; {remedy}")
+    text = (directory / "run.yaml").read_text(encoding="utf-8")
     return Run(
         name=directory.resolve().name,
         yaml=text,
         config=config,
-        records=list(_objects(directory / "metrics.jsonl")),
+        records=list(_objects(directory / "metrics.jsonl", strict=True)),
         samples=[row for row in _objects(directory / "samples.jsonl") if {"query", "response"} <= row.keys()],
-        audit=json.loads(audit.read_text(encoding="utf-8")) if audit.is_file() else [],
-        work=json.loads(work.read_text(encoding="utf-8")) if work.is_file() else {},
+        audit=_json(directory / "audit.json", _is_audit, []),
+        work=_json(directory / "work.json", _is_work, {}),
     )
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects with a step of a JSONL file. A line that a kill cut short is passed over, one that a resumed run
-    wrote again is taken once. Not by `splitlines`: responses may hold other line ends."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in dict.fromkeys(text.split("\n")):
+def _json(path: Path, is_good: Callable[[Any], bool], missing: Any) -> Any:
+    """The content of a JSON file that a run writes once, `missing` if there is none."""
+    if not path.is_file():
+        return missing
+    try:
+        value = json.loads(path.read_bytes())
+        damage = None if is_good(value) else "it does not hold what a run writes there"
+    except (ValueError, RecursionError) as error:
+        damage = f"it is not JSON: {error}"
+    if damage:
+        raise UserError(f"{path}: damaged ({damage}); remove it, and the report goes without")
+    return value
+
+
+def _is_audit(value: Any) -> bool:
+    keys = ("detail", "what", "value", "original")
+    return isinstance(value, list) and all(
+        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in keys) for row in value
+    )
+
+
+def _is_work(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("phases"), dict):
+        return False
+    figures = [phase.get(key) if isinstance(phase, dict) else None
+               for phase in value["phases"].values() for key in ("flops", "bytes")]  # fmt: skip
+    return _finite(value.get("matmul")) and value["matmul"] > 0 and all(_finite(figure) for figure in figures)
+
+
+def _objects(path: Path, *, strict: bool = False) -> Iterator[dict[str, Any]]:
+    """The objects with a step of a JSONL file. Lines that a kill cut short are passed over (`strict`: only the last may
+    be one), those that a resumed run wrote again are taken once. Not by `splitlines`: responses may hold other line
+    ends."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    places = {line: place for place, line in reversed(list(enumerate(lines, start=1)))}
+    for line in dict.fromkeys(lines):
         try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            value = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 2**53:
             yield value
+        elif strict and line.strip() and places[line] < len(lines):
+            raise UserError(f"{path}:{places[line]}: damaged, not an object with a step; remove the line")
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether it is a number that can be drawn."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _header(run: Run) -> str:
     program = "ppo" if "ppo" in run.config else "reward" if "normalization" in run.config else "sft"
-    times = [record["time"] for record in run.records if _finite(record.get("time"))]
+    times = [time for record in run.records if _finite(time := record.get("time")) and 0 <= time < LAST_TIME]
     done = max((record["step"] for record in run.records), default=0)
     total = run.setting("training.steps")  # None: epochs are configured
+    total = total if _finite(total) else None
     model = run.setting("model.checkpoint") or f"random weights, {run.setting('model.architecture.family')}"
     facts = {
         "program": f"megarlhf {program}",
@@ -193,10 +225,11 @@ def _others(run: Run) -> tuple[Chart, ...]:
 def _grid(run: Run, charts: tuple[Chart, ...]) -> str:
     drawn = []
     for chart in charts:
-        level = chart.level[1] if chart.level else None
+        level: Any = chart.level[1] if chart.level else None
         if chart.level_if and run.setting(chart.level_if[0]) != chart.level_if[1]:
             level = None
-        drawn.append(draw(chart, run.series, run.setting(level) if isinstance(level, str) else level))
+        level = run.setting(level) if isinstance(level, str) else level
+        drawn.append(draw(chart, run.series, level if _finite(level) else None))
     return f'<div class="grid">{"".join(drawn)}</div>' if any(drawn) else ""
 
 
@@ -204,7 +237,11 @@ def _phases(run: Run) -> str:
     """How the time of a step is spent, over the run and typically, and how much of the machine's matmul rate that is
     (train/work.py)."""
     names = [name for name in run.names() if name.startswith("time/") and name != "time/step"]
-    rows = [(record["step"], [record.get(name) or 0.0 for name in names]) for record in run.records if names]
+    rows = [
+        (record["step"], [value if _finite(value := record.get(name)) and value > 0 else 0.0 for name in names])
+        for record in run.records
+        if names
+    ]
     rows = [row for row in rows if any(row[1])]
     if not rows:
         return ""

@@ -27,8 +27,8 @@ from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.experience import sampler
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.locate import find_model, find_tokenizer
-from megarlhf.models.spec import Architecture, check_layout
-from megarlhf.train import setup
+from megarlhf.models.spec import Architecture, check_layout, check_length
+from megarlhf.train import memory, setup
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class GenerateConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     job: JobConfig = field(default_factory=JobConfig)
+
+    def __post_init__(self):
+        config.check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,12 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     settings.parallel.data(world_size)
     check_layout(architecture, settings.parallel)
+    length = settings.prompts.length + settings.sampler.response_length
+    check_length(architecture, length, "prompts.length + sampler.response_length")
+    rows = settings.sampler.micro_batch_size
+    memory.check(
+        architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch=1, sampled=rows
+    )
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
     sampler.check(

@@ -25,7 +25,7 @@ from megarlhf.log import Log
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, ModelConfig
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import audit, online, scoring, setup, work
+from megarlhf.train import audit, memory, online, scoring, setup, work
 from megarlhf.train.online import GuardConfig, Players, Progress
 from megarlhf.train.setup import Start
 from megarlhf.train.state import LogConfig
@@ -130,6 +130,9 @@ class PPORunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
+    def __post_init__(self):
+        config.check_seed(self.seed)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -169,6 +172,9 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
             f"training.micro_batch_size: the interleaved schedule needs a multiple of {sizes.pipeline} micro-batches a "
             f"rank and minibatch, not {micro_batches}; change it or training.batch_size"
         )
+    settings.optimizer.check(training.updates)
+    if settings.critic.optimizer is not None:
+        settings.critic.optimizer.check(training.updates, "critic.optimizer")
     if settings.model.dropout:
         raise UserError("model.dropout: must be 0 for PPO, in sampling and in training (detail P4)")
     length = settings.prompts.length + settings.sampler.response_length
@@ -188,9 +194,14 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
             f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
             f"{sources.PATIENCE / 60 + 5:g} or more"
         )
-    start = setup.find(settings, length=length, role="actor")
+    start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
         read_progress(start.resume_from)
+    memory.check(
+        start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
+        micro_batch=training.micro_batch_size,
+        sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
+    )  # fmt: skip
     sampler.check(
         settings.sampler,
         start.architecture,

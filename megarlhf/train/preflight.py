@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from megarlhf import checkpoint, config
 from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
@@ -44,8 +42,13 @@ def main(
     `modules`: the programs that train, by name; `program`: which one the file is for, by default what its keys tell;
     `verify`: read every checkpoint whole, for its checksums.
     """
+    for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node)):
+        if number < 1:
+            raise UserError(f"{flag}: must be at least 1, not {number}")
     loaded = {name: importlib.import_module(module) for name, module in modules.items()}
-    program = program or guess(path, loaded)
+    if program is None:
+        counts = matches(path, loaded)
+        program = max(counts, key=lambda name: counts[name])
     module = loaded[program]
     settings = config.load(settings_of(module), path, overrides, presets=getattr(module, "PRESETS", None))
     world_size = nodes * per_node
@@ -87,15 +90,23 @@ def settings_of(module: ModuleType) -> type:
     return typing.get_type_hints(module.check)["settings"]
 
 
-def guess(path: str, modules: dict[str, ModuleType]) -> str:
-    """The program whose configuration has most of the file's keys, down to the second level."""
+def matches(path: str, modules: dict[str, ModuleType]) -> dict[str, int]:
+    """How many of a file's keys, down to the second level, the configuration of each program has."""
     try:
-        tree = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError):
-        tree = None  # config.load says what is wrong
-    keys = {(key, sub) for key, value in (tree if isinstance(tree, dict) else {}).items()
-            for sub in (value if isinstance(value, dict) else [None])}  # fmt: skip
-    return max(modules, key=lambda name: len(keys & _keys(settings_of(modules[name]))))
+        tree = config.read(Path(path), "the configuration", "give an existing YAML file")
+    except UserError:
+        tree = {}  # config.load says what is wrong
+    keys = {(key, sub) for key, value in tree.items() for sub in (value if isinstance(value, dict) else [None])}
+    return {name: len(keys & _keys(settings_of(module))) for name, module in modules.items()}
+
+
+def belongs_to(path: str, program: str, modules: dict[str, str]) -> str:
+    """A remark for who gave `program` a configuration that has more keys of another one of `modules`; else ""."""
+    counts = matches(path, {name: importlib.import_module(module) for name, module in modules.items()})
+    best = max(counts, key=lambda name: counts[name])
+    if counts[best] <= counts.get(program, 0):
+        return ""
+    return f"; the file looks like a configuration for 'megarlhf {best}'"
 
 
 def _keys(cls: type) -> set[tuple[str, str | None]]:

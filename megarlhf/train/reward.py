@@ -22,9 +22,9 @@ from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
 from megarlhf.log import Log
-from megarlhf.models.spec import ModelConfig
+from megarlhf.models.spec import ModelConfig, check_length
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import offline, setup
+from megarlhf.train import memory, offline, setup
 from megarlhf.train.setup import Start
 from megarlhf.train.state import LogConfig, TrainingConfig
 
@@ -70,6 +70,9 @@ class RewardConfig:
     log: LogConfig = field(default_factory=LogConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
+    def __post_init__(self):
+        config.check_seed(self.seed)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -104,6 +107,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             f"loss: pairwise compares 2 responses, but data.num_responses is {size}; use log_exp or best_of"
         )
     start = setup.find(settings, length=settings.data.max_length, role="reward")
+    setup.check_memory(settings, start.architecture, world_size)
     training, report = load_preferences(settings.data.train, start.tokenizer, settings.data)
     notes, validation, prompts = [report.summary()], None, None
     if settings.data.validation is not None:
@@ -120,9 +124,17 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             )
         if start.source is None:
             raise UserError("normalization: samples from the SFT model, so it needs model.checkpoint; give one")
+        length = settings.normalization.prompts.length + settings.normalization.response_length
+        check_length(start.architecture, length, "normalization: prompts.length + response_length")
+        memory.check(
+            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, micro_batch=micro,
+            rows=samples // settings.parallel.data(world_size), sampled=micro,
+        )  # fmt: skip
         prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts)
         notes.append(report.summary())
-    return Plan(start, training, validation, prompts, settings.training.total_steps(len(training)), tuple(notes))
+    total = settings.training.total_steps(len(training))
+    settings.optimizer.check(total)
+    return Plan(start, training, validation, prompts, total, tuple(notes))
 
 
 def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:

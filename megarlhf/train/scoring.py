@@ -63,7 +63,7 @@ def check_reward_model(
             f"{path}: the reward model's vocabulary has {architecture.vocab_size} entries, the policy's {vocab_size}; "
             "use a reward model trained from the same base model"
         )
-    if architecture.position_embedding == "learned" and length > architecture.max_position_embeddings:
+    if length > architecture.max_position_embeddings:
         raise UserError(
             f"{path}: the reward model has {architecture.max_position_embeddings} positions, but prompts and responses "
             f"need {length}; shorten one of them"

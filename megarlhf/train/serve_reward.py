@@ -78,7 +78,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     from megarlhf.data.sft import continuation
     from megarlhf.data.tokenizer import check_vocabulary, load_tokenizer
     from megarlhf.models.locate import find_model, find_tokenizer
-    from megarlhf.models.spec import Architecture
+    from megarlhf.models.spec import Architecture, check_length
     from megarlhf.train import scoring
 
     rendezvous = launch.resolve()
@@ -92,11 +92,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
         raise UserError("tokenizer: the reward model comes without one; give a directory or a .model file")
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
-    if architecture.position_embedding == "learned" and settings.max_length > architecture.max_position_embeddings:
-        raise UserError(
-            f"max_length: {settings.max_length} is more than the model's {architecture.max_position_embeddings} "
-            "positions; lower it"
-        )
+    check_length(architecture, settings.max_length, "max_length")
     backend.install()
     backend.join(rendezvous, backend.open_store(rendezvous))
     engine = scoring.load_reward_model(

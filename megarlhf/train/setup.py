@@ -24,8 +24,8 @@ from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.log import Log, check_wandb
 from megarlhf.models.locate import find_model, find_tokenizer
-from megarlhf.models.spec import Architecture, ModelConfig, check_layout
-from megarlhf.train import state
+from megarlhf.models.spec import Architecture, ModelConfig, check_layout, check_length
+from megarlhf.train import memory, state
 from megarlhf.train.preflight import check_writable
 
 P = TypeVar("P")  # a program's Plan, with the field start
@@ -42,10 +42,11 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find(settings: Any, *, length: int, role: str) -> Start:
+def find(settings: Any, *, length: int, key: str = "data.max_length", role: str) -> Start:
     """The model, tokenizer and checkpoint that `settings` (run, model, tokenizer, parallel, checkpoint) start from.
 
-    `length`: tokens of the longest row; `role`: whose model directory in this run's checkpoints tells the architecture.
+    `length`: tokens of the longest row, which `key` sets; `role`: whose model directory in this run's checkpoints tells
+    the architecture.
     Refuses (UserError) whatever cannot work, on every rank alike, before anything is allocated.
     """
     model: ModelConfig = settings.model
@@ -60,10 +61,11 @@ def find(settings: Any, *, length: int, role: str) -> Start:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     check_layout(architecture, settings.parallel)
     padded = -(-length // pad_multiple(settings.parallel)) * pad_multiple(settings.parallel)
+    check_length(architecture, length, key)
     if architecture.position_embedding == "learned" and padded > architecture.max_position_embeddings:
         raise UserError(
-            f"rows of {length} tokens, padded to {padded}, are longer than the model's "
-            f"{architecture.max_position_embeddings} positions; lower max_length"
+            f"{key}: rows of {length} tokens, padded to {padded}, are longer than the model's "
+            f"{architecture.max_position_embeddings} positions; lower it"
         )
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
@@ -96,6 +98,19 @@ def refuse_used(run: Path) -> None:
             f"checkpoint.resume: false, but {run} already holds a run ({', '.join(found)}); give another run "
             "directory, or resume=true to go on with this one"
         )
+
+
+def check_memory(settings: Any, architecture: Architecture, world_size: int) -> None:
+    """Refuse (UserError) sizes of the offline loop that no rank has memory for."""
+    training, data_size = settings.training, settings.parallel.data(world_size)
+    memory.check(
+        architecture,
+        settings.parallel,
+        dtype=settings.model.dtype,
+        rows=training.global_batch_size // data_size,
+        micro_batch=training.micro_batch_size,
+        length=settings.data.max_length,
+    )
 
 
 def pad_multiple(sizes: ParallelConfig) -> int:

@@ -38,6 +38,9 @@ class SFTConfig:
     log: LogConfig = field(default_factory=LogConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
+    def __post_init__(self):
+        config.check_seed(self.seed)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,12 +64,15 @@ def check(settings: SFTConfig, world_size: int) -> Plan:
     """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
     settings.training.check(settings.parallel, world_size)
     start = setup.find(settings, length=settings.data.max_length, role="actor")
+    setup.check_memory(settings, start.architecture, world_size)
     training, report = load_sft(settings.data.train, start.tokenizer, settings.data)
     notes, validation = [report.summary()], None
     if settings.data.validation is not None:
         validation, report = load_sft(settings.data.validation, start.tokenizer, settings.data)
         notes.append(report.summary())
-    return Plan(start, training, validation, settings.training.total_steps(len(training)), tuple(notes))
+    total = settings.training.total_steps(len(training))
+    settings.optimizer.check(total)
+    return Plan(start, training, validation, total, tuple(notes))
 
 
 def run(settings: SFTConfig, plan: Plan, topology: Topology) -> None:

@@ -1,6 +1,8 @@
 """Mistakes: one line that says what, where and what to do; a nonzero exit, on every rank, in seconds."""
 
+import gzip
 import json
+import os
 import shutil
 import sys
 
@@ -36,6 +38,22 @@ ONE_RANK = {
     "a run directory that is a file": (["run=/etc/passwd"], "run: /etc/passwd cannot be written (Not a directory)"),
     "a run directory in a file": (["run=/etc/passwd/run"], "run: /etc/passwd/run cannot be written (Not a directory)"),
     "a long run directory": (["run=" + "x" * 300], "xxx cannot be written (File name too long); give another"),
+    "seed": (["seed=-1"], "seed: must not be negative, not -1"),
+    "warm-up": (["optimizer.warmup_steps=9"], "optimizer.warmup_steps: 9 are more than the run's 8 updates"),
+    "positions": (
+        ["data.max_length=65"],
+        "data.max_length: rows of 65 tokens are longer than the model's 64 positions",
+    ),
+    "memory": (
+        ["training.micro_batch_size=4000000000", "training.global_batch_size=4000000000"],
+        "a micro-batch of 4,000,000,000 rows of 64 tokens alone take",
+    ),
+    "rotary_percent": (["model.architecture.rotary_percent=3"], "rotary_percent: must be above 0 and at most 1, not 3"),
+    "odd rotary": (["model.architecture.rotary_percent=0.5", "model.architecture.head_dim=6"], "channels are 3"),
+    "init_std": (["model.architecture.init_std=-1"], "init_std: must be above 0"),
+    "norm_epsilon": (["model.architecture.norm_epsilon=-1"], "norm_epsilon: must be above 0"),
+    "layers": (["model.architecture.num_layers=100000000"], "num_layers: must be from 1 to 16383"),
+    "rope_scaling": (["model.architecture.rope_scaling.low_freq_factor=4"], "below high_freq_factor 4"),
     "override": (["training.steps"], "override 'training.steps': must have the form key.sub=value"),
 }
 
@@ -69,6 +87,34 @@ def test_where_in_the_files(config, tmp_path, capsys):
     overrides = ["model.architecture=null", f"model.checkpoint={tmp_path / 'model'}"]
     assert cli.main(["sft", "--config", str(config), *overrides]) == 2
     assert "architecture.yaml:2: num_layers must be a whole number, not 'two'" in capsys.readouterr().err
+
+
+def test_a_file_of_another_program(config, capsys):
+    assert cli.main(["ppo", "--config", str(config)]) == 2
+    assert "unknown key 'data'" in (said := capsys.readouterr().err)
+    assert said.endswith("the file looks like a configuration for 'megarlhf sft'\n") and len(said.splitlines()) == 1
+    assert cli.main(["sft", "--config", str(config), "dta.train=x"]) == 2
+    assert "looks like" not in capsys.readouterr().err
+
+
+OTHER_FORMATS = {
+    "array.json": (b'[{"prompt": "a", "response": "b"}]', "is a JSON array, not JSONL"),
+    "pretty.json": (b'{\n "prompt": "a",\n "response": "b"\n}\n', "an object goes over several lines"),
+    "a.jsonl.gz": (gzip.compress(b"{}"), "is compressed by gzip, not JSONL; unpack it"),
+    "a.parquet": (b"PAR1" + bytes(100), "is a Parquet file, not JSONL"),
+    "utf16.jsonl": ("{}".encode("utf-16"), "is text in UTF-16, not JSONL"),
+}
+
+
+def test_data_of_another_format(config, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for name, (content, expected) in OTHER_FORMATS.items():
+        (tmp_path / name).write_bytes(content)
+        assert cli.main(["sft", "--config", str(config), f"data.train={tmp_path / name}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / name}" in line and expected in line and "max_bad_fraction" not in line
+    assert cli.main(["sft", "--config", str(config), f"data.train={tmp_path / 'pipe'}"]) == 2
+    assert "cannot read the examples (a pipe," in capsys.readouterr().err
 
 
 EVERY_RANK = {

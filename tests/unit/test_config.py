@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarlhf import config
+from megarlhf.config import UserError
 from megarlhf.train.generate import GenerateConfig
 from megarlhf.train.ppo import PRESETS, PPORunConfig
 from megarlhf.train.reward import RewardConfig
@@ -120,3 +123,83 @@ def test_what_is_written_is_read_back():
     for name, (cls, _) in SMALLEST.items():
         settings = load(name, *(["critic.kind=separate", "critic.optimizer.lr=1e-4"] if name == "ppo" else []))
         assert config.from_dict(cls, config.to_dict(settings), "here") == settings, name
+
+
+def refusal(path: Path, content: bytes, *overrides: str) -> str:
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        config.load(PPORunConfig, path, overrides, presets=PRESETS)
+    return str(error.value)
+
+
+BOMB = b"a0: &a0 [1,1]\n" + b"".join(b"a%d: &a%d [*a%d,*a%d]\n" % (i, i, i - 1, i - 1) for i in range(1, 60))
+MISTAKES = {  # content: (line, words)
+    b"run: a\nseed: \xff\n": (2, "not UTF-8"),
+    b"run: a\nseed: !!int abc\n": (2, "'abc' cannot be read as !!int"),
+    b"seed: !!int ''\n": (1, "'' cannot be read as !!int"),
+    b"run: !mine a\n": (1, "'a' cannot be read as !mine"),
+    b"ppo: !mine {}\n": (1, "the tag !mine is not understood"),
+    b"\nrun: 2024-13-45\n": (2, "'2024-13-45' cannot be read as !!timestamp"),
+    b"run: 2024-10-10\n": (1, "'2024-10-10' is read as a date; quote it"),
+    b"\nppo: &a\n  kl: *a\n": (2, "this anchor contains itself"),
+    b"ppo: &a\n  <<: *a\n": (1, "this anchor contains itself"),
+    b"run: " + b"[" * 5000: (1, "nested too deeply"),
+    b"run: a\npreset: [openai_2019]\n": (2, "there is no preset ['openai_2019']"),
+    b"preset: {a: 1}\n": (1, "there is no preset {'a': 1}"),
+    b"run: a\nppo:\n  <<: 3\n": (3, "'<<' takes a section"),
+    b"? [a]\n: 1\n": (1, "is not a name; keys must be words"),
+    BOMB: (0, "stand for more than"),
+    b"run: a\nseed: 0x" + b"f" * 6000: (2, "seed must be a whole number of 64 bits"),
+    b"run: a\nseed: 18446744073709551616\n": (2, "seed must be a whole number of 64 bits"),
+    b"optimizer:\n  lr: 1" + b"0" * 400: (2, "optimizer.lr must be a number"),
+    b'run: "a\\0b"\n': (1, "without null characters"),
+    b"run: a\n" + b"#" * 2**18: (0, "more than 262144 bytes"),
+}
+
+
+@pytest.mark.parametrize("content", MISTAKES, ids=lambda content: repr(content[:20]))
+def test_mistakes_in_a_file_are_one_line_with_its_place(tmp_path, content):
+    line, words = MISTAKES[content]
+    said = refusal(tmp_path / "run.yaml", content)
+    assert said.startswith(f"{tmp_path}/run.yaml{f':{line}' if line else ''}") and words in said
+    assert "\n" not in said and len(said) < 1000
+
+
+def test_mistakes_in_overrides():
+    for override, words in {
+        "seed=!!int x": "'x' cannot be read as !!int",
+        "seed=2024-13-45": "cannot be read as !!timestamp",
+        "seed=&a [*a]": "this anchor contains itself",
+        "seed=" + "[" * 5000: "nested too deeply",
+        "seed=[": "not valid YAML",
+        "seed=-1": "seed: must not be negative",
+        "x" * 5000 + "=1": "unknown key",
+    }.items():
+        with pytest.raises(UserError) as error:
+            load("ppo", override)
+        assert str(error.value).startswith("override '") and words in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_a_file_that_is_none(tmp_path):
+    """A pipe that nobody writes to would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in {
+        tmp_path / "pipe": "a pipe, a socket or a device",
+        Path("/dev/zero"): "a pipe, a socket or a device",
+        tmp_path: "a directory",
+        tmp_path / "nowhere": "No such file",
+        tmp_path / ("x" * 300): "File name too long",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            config.load(PPORunConfig, path)
+
+
+def test_merge_keys(tmp_path):
+    """<<: gives what the section itself does not; of several the first one (yaml.org/type/merge.html)."""
+    (tmp_path / "run.yaml").write_text(
+        "run: a\nmodel: {checkpoint: b}\nprompts: {path: c}\nscoring: {sources: [{function: 'd:e'}]}\n"
+        "optimizer: &adam\n  lr: 1.0e-3\n  eps: 1.0e-4\n"
+        "critic:\n  optimizer:\n    <<: [*adam, {eps: 1, weight_decay: 0.5}]\n    lr: 0.25\n"
+    )
+    critic = config.load(PPORunConfig, tmp_path / "run.yaml").critic.optimizer
+    assert (critic.lr, critic.eps, critic.weight_decay) == (0.25, 1e-4, 0.5)

@@ -116,6 +116,36 @@ def test_a_job_of_several_tasks_without_srun(step):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "The Slurm job around has 8 tasks.*srun"),
+        ({"SLURM_PROCID": "3", "SLURM_JOB_ID": "42"}, "SLURM_PROCID=3 .*SLURM_STEP_ID is missing"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 .*SLURM_STEP_ID is missing"),
+        ({"SLURM_JOB_ID": "42", "SLURM_NTASKS_PER_NODE": "8"}, "job 42 has 8 tasks.*srun"),
+        ({"SLURM_JOB_ID": "42", "SLURM_GPUS_ON_NODE": "8"}, "job 42 has 8 GPUs on this node.*srun"),
+        (
+            {"SLURM_JOB_ID": "42", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "job 42 has 2 GPUs on this node",
+        ),
+    ],
+)
+def test_one_process_where_slurm_gave_room_for_several(env, message):
+    with pytest.raises(UserError, match=message):
+        rendezvous(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_GPUS_ON_NODE": "1"},
+        {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"},
+    ],
+)
+def test_one_process_where_one_was_meant(env):
+    assert rendezvous(env).launcher == "single"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
         ({**SRUN, "WORLD_SIZE": "4"}, "WORLD_SIZE is set but RANK is not"),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),

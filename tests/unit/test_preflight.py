@@ -55,6 +55,8 @@ MISTAKES = {
         ["parallel.tensor=4", "--gpus-per-node=2", "--nodes=2"],
         "parallel.tensor: groups of 4 ranks do not fit evenly into nodes of 2",
     ),
+    "nodes": (["--nodes=0"], "--nodes: must be at least 1, not 0"),
+    "ranks a node": (["--gpus-per-node=0"], "--gpus-per-node: must be at least 1, not 0"),
     "batch": (["training.micro_batch_size=3"], "training.global_batch_size: 8 is not a multiple of micro_batch_size 3"),
     "a directory that cannot be written": (["run=/proc/version/run"], "run: /proc/version/run cannot be written"),
     "disk": (["checkpoint.keep=1000000000"], "+ 1 checkpoints of"),

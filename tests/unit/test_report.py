@@ -311,9 +311,62 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("run: x\n")
     assert "metrics.jsonl is missing" in refusal(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    for text in ("a: [", "", "- 1"):
+    for text, expected in {
+        "a: [": "run.yaml:1: not valid YAML",
+        "": "run.yaml: is empty; put that of the run there again",
+        "- 1": "run.yaml:1: the file must be a mapping of sections",
+    }.items():
         (tmp_path / "run.yaml").write_text(text)
-        assert "run.yaml: not a configuration in YAML; put" in refusal(tmp_path)
+        assert expected in refusal(tmp_path)
+
+
+AUDIT_ROW = dict.fromkeys(("detail", "what", "value", "original"), "x")
+DAMAGES = {
+    "run.yaml": (b"\xff\xfe", b"a: [", b"- 1", b"a: !!int x", b"a: &a [*a]", b"a: 2024-99-99"),
+    "metrics.jsonl": (
+        b"\xff\n{}\n",
+        b"[1]\n{}\n",
+        b'{"step": true}\n',
+        b'{"step": -1}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"a": 1}\n',
+    ),
+    "audit.json": (b"{", b"[1]", b'{"a": 1}', b"\xff", b"[" * 100_000, json.dumps([AUDIT_ROW | {"value": 3}]).encode()),
+    "work.json": (
+        b"",
+        b"[]",
+        b'{"matmul": 1}',
+        b'{"matmul": "x", "phases": {}}',
+        b'{"matmul": 0, "phases": {}}',
+        b'{"matmul": 1, "phases": {"learn": 1}}',
+        b'{"matmul": 1, "phases": {"learn": {"flops": null, "bytes": 1}}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_named(tmp_path, capsys, name):
+    make(tmp_path, ppo_records(5))
+    for content in DAMAGES[name]:
+        (tmp_path / name).write_bytes(content)
+        assert cli.main(["report", str(tmp_path)]) == 2, content
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(tmp_path / name) in line, content
+
+
+def test_odd_values_do_not_end_a_report(tmp_path):
+    """Numbers of another type, or beyond what can be drawn, in files that are otherwise whole."""
+    odd = ["text", [1], {"a": 1}, True, 10**400, 1e308, -1e308, None, -5]
+    for name in ("objective/scores", "time/learn", "time", "gate/ratio", "other"):
+        for value in odd:
+            records = [*ppo_records(3), ppo_records(4)[3] | {name: value}]
+            render(tmp_path, records)
+    for config in (
+        {"training": {"steps": "many"}},
+        {"ppo": {"kl": {"controller": "adaptive", "target": "high"}}},
+        {"ppo": 3},
+    ):
+        render(tmp_path, ppo_records(3), config=CONFIG | config)
 
 
 def test_the_command_is_instant():

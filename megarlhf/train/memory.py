@@ -1,0 +1,53 @@
+"""What a configuration surely needs of a rank's memory: enough to refuse a size with a few zeros too many before
+anything is allocated. What fits by this count may still not fit.
+
+Legend: N rows that a rank holds at once, B rows of a micro-batch, S tokens a row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import psutil
+
+from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.config import UserError
+from megarlhf.models.spec import Architecture
+
+LARGEST_DEVICE = 288 * 2**30  # bytes
+TOKEN_BYTES = 17  # of a token in a batch: id and segment in int64, a mask
+
+
+def check(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    rows: int,
+    micro_batch: int,
+    length: int,
+    sampled: int = 0,
+) -> None:
+    """Refuse (UserError) what no rank has memory for. rows: N; micro_batch: B; length: S; sampled: rows whose keys and
+    values are kept while they are sampled, of one micro-batch."""
+    size = 2 if dtype == "bf16" else 4
+    share = parallel.tensor * parallel.pipeline
+    channels = architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
+    needs = {
+        f"{architecture.num_parameters:,} parameters": architecture.num_parameters * size // share,
+        f"a batch of {rows:,} rows of {length:,} tokens": rows * length * TOKEN_BYTES,
+        f"a micro-batch of {micro_batch:,} rows of {length:,} tokens": (
+            micro_batch * length * architecture.hidden_size * size // parallel.tensor
+        ),
+        # as many micro-batches as there are stages are in flight
+        f"the keys and values of {sampled:,} sampled rows of {length:,} tokens": (
+            2 * sampled * length * channels * size // parallel.tensor
+        ),
+    }
+    most = max(LARGEST_DEVICE, psutil.virtual_memory().total)
+    if sum(needs.values()) > most:
+        name = max(needs, key=lambda name: needs[name])
+        raise UserError(
+            f"{name} alone take {needs[name] / 1e9:,.0f} GB of each rank's memory, and no device has more than "
+            f"{most / 1e9:,.0f} GB; lower that size, or share it among more ranks"
+        )
