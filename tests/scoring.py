@@ -96,6 +96,13 @@ class _Bad(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         scores = [float(len(text)) for text in request["responses"]]
         how = self.path.split("/")[1]
+        if how in ("trickle", "trickle-body", "endless"):
+            return self._never_ends(how)
+        if how == "elsewhere":
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:9/score")
+            self.end_headers()
+            return None
         if how == "slow":
             time.sleep(5)
         if (how == "flaky" and seen[self.path] <= 2) or how == "failing":
@@ -117,6 +124,15 @@ class _Bad(BaseHTTPRequestHandler):
         }
         content = json.dumps(answers.get(how, {"scores": scores})).encode()
         self._reply(200, b"<html>It works!</html>" if how == "html" else content)
+
+    def _never_ends(self, how: str) -> None:
+        with contextlib.suppress(OSError):
+            if how != "trickle":
+                self.send_response(200)
+                self.end_headers()
+            while True:
+                self.wfile.write(b" " * (2**16 if how == "endless" else 1))
+                time.sleep(0 if how == "endless" else 0.05)
 
     def _reply(self, status: int, content: bytes) -> None:
         with contextlib.suppress(OSError):

@@ -179,6 +179,13 @@ def _outside(source: SourceConfig) -> FunctionScorer | RemoteScorer:
 def _is_url(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+        plain = url.isascii() and url.isprintable() and " " not in url and not parts.query and not parts.fragment
+        return (
+            plain
+            and parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and (parts.username is None)
+        )
     except ValueError:  # of the port
         return False

@@ -13,17 +13,17 @@ import json
 import sys
 import time
 import traceback
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megarlhf.config import UserError
+from megarlhf.experience import http_client
 
 FIRST_WAIT = 0.5  # seconds before the first retry; each wait is twice the one before
 PATIENCE = 1200.0  # seconds for all requests of one batch; the other ranks wait longer (job.hang_minutes)
+ANSWER_BYTES = 2**20  # of an answer, beside 100 for each score
 LARGEST = 3.4e38  # what float32 can hold
 
 
@@ -45,8 +45,8 @@ class FunctionScorer:
 
 
 class RemoteScorer:
-    """A server at `url` that scores texts. What may pass (no connection, no answer within `timeout` seconds, HTTP 408,
-    429 and 5xx) is tried again up to `retries` times, with growing waits; everything else is an error at once."""
+    """A server at `url` that scores texts. What may pass (no connection, no whole answer within `timeout` seconds, HTTP
+    408, 429 and 5xx) is tried again up to `retries` times, with growing waits; everything else is an error at once."""
 
     def __init__(self, url: str, *, timeout: float, retries: int, batch_size: int):
         self.url = url.rstrip("/")
@@ -76,21 +76,30 @@ class RemoteScorer:
         """The JSON object with which the server answers: a GET without `body`, else a POST."""
         url = self.url + path
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+        limit = ANSWER_BYTES + 100 * len(body["responses"] if body else ())
         started = time.monotonic()
         for attempt in range(self.retries + 1):
             timeout = max(min(self.timeout, deadline - time.monotonic()), 0.001)
             try:
-                with urllib.request.urlopen(request, timeout=timeout) as response:
-                    return _object(response.read(), url)
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {_said(error)}"
-                if error.code < 500 and error.code not in (408, 429):
+                reply = http_client.exchange(url, data, timeout=timeout, limit=limit)
+                if 200 <= reply.status < 300:
+                    return _object(reply.content, url)
+                reason = f"HTTP {reply.status}: {_said(reply)}"
+                if 300 <= reply.status < 400:
+                    raise UserError(
+                        f"{url}: the server sends elsewhere ({reason}, {reply.location}), which is not followed; give "
+                        "the final address as the source's url"
+                    )
+                if reply.status < 500 and reply.status not in (408, 429):
                     raise UserError(f"{url}: the server refuses the request ({reason}); see docs/reward-server.md")
-            except (OSError, http.client.HTTPException) as error:
-                cause = getattr(error, "reason", error)  # URLError wraps it
-                late = isinstance(cause, TimeoutError)
-                reason = f"no answer within {timeout:.3g} s" if late else _describe(cause)
+            except http_client.TooLongError:
+                raise UserError(f"{url}: the answer has more than {limit} bytes; is this a reward server?")
+            except TimeoutError:
+                reason = f"no answer within {timeout:.3g} s"
+            except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: names that are none
+                if isinstance(error, UserError):
+                    raise
+                reason = _describe(error)
             wait = FIRST_WAIT * 2**attempt
             if attempt == self.retries or time.monotonic() + wait > deadline:
                 break
@@ -157,7 +166,7 @@ def finite_scores(scores: Any, responses: list[str], *, source: str) -> list[flo
 def _object(content: bytes, url: str) -> dict[str, Any]:
     try:
         answer = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise UserError(
@@ -167,15 +176,12 @@ def _object(content: bytes, url: str) -> dict[str, Any]:
     return answer
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _said(reply: http_client.Reply) -> str:
     """What the server says of its failure: the key 'error' of its answer, or how that begins."""
     try:
-        content = error.read()
-        return str(json.loads(content)["error"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return content[:60].decode(errors="replace").strip() or error.reason
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
+        return str(json.loads(reply.content)["error"])[:300]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return reply.content[:60].decode(errors="replace").strip() or reply.reason
 
 
 def _describe(error: Any) -> str:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 from megarlhf import config
@@ -16,8 +16,11 @@ from megarlhf.cluster import launch
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
 from megarlhf.experience.sources import FunctionScorer
+from megarlhf.train import http_server
 
 REMEMBERED = 256  # answers kept for requests that come again
+REMEMBERED_SCORES = 2**17  # and no more than so many numbers in them
+MOST_RESPONSES = 2**14  # of a request
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ServeRewardConfig:
     function: str | None = None  # module:function or path/to/file.py:function
     host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0 for all of this machine's
     port: int = 8000  # 0: any free one
+    max_request_mb: int = 8  # MiB of a request; larger ones are refused (413)
     tokenizer: str | None = None  # default: the one that came with the checkpoint
     dtype: Literal["bf16", "fp32"] = "bf16"
     micro_batch_size: int = 8  # texts computed at once
@@ -41,7 +45,9 @@ class ServeRewardConfig:
             raise ValueError("checkpoint: give either checkpoint or function, not both and not neither")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port: must be in [0, 65535], not {self.port}")
-        for name in ("micro_batch_size", "max_length"):
+        if not self.host:
+            raise ValueError("host: is empty; give an address, 0.0.0.0 for all of this machine's")
+        for name in ("micro_batch_size", "max_length", "max_request_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
@@ -58,14 +64,16 @@ def main(path: str, overrides: list[str]) -> None:
     score = FunctionScorer(settings.function) if settings.function is not None else model_scorer(settings)
     name = settings.function or settings.checkpoint
     try:
-        server = RewardServer((settings.host, settings.port), Handler)
-    except OSError as error:
-        raise UserError(f"port: cannot listen on {settings.host}:{settings.port} ({error.strerror}); use another")
-    server.score, server.name = score, name
-    with server:
-        host, port = server.server_address[:2]
-        print(f"  serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
-        server.serve_forever()
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"port: cannot listen on {settings.host}:{settings.port} ({reason}); use another")
+    host, port = listener.getsockname()[:2]
+    print(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    health = {"status": "ok", "serves": name}
+    server = http_server.Server(health, Scores(score), max_body=settings.max_request_mb * 2**20)
+    asyncio.run(server.run(listener))
 
 
 def model_scorer(settings: ServeRewardConfig) -> Score:
@@ -127,68 +135,32 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     return score
 
 
-class RewardServer(ThreadingHTTPServer):
-    """Threads for the connections, one computation at a time: neither models nor users' functions expect more."""
+class Scores:
+    """Bodies of POST /score -> answers. Called in one thread: neither models nor users' functions expect more."""
 
-    request_queue_size = 128  # every model copy of a run may connect at the same moment
-    score: Score
-    name: str
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.computing = threading.Lock()
+    def __init__(self, score: Score):
+        self.score = score
         self.answers: dict[str, list[float]] = {}  # by request id, the oldest first
 
-    def answer(self, request: str, prompts: list[str], responses: list[str]) -> list[float]:
-        """Scores, from memory for a request that was computed before: its client did not wait long enough."""
-        with self.computing:
-            if request not in self.answers:
-                self.answers[request] = self.score(prompts, responses)
-                if len(self.answers) > REMEMBERED:
-                    del self.answers[next(iter(self.answers))]
-            return self.answers[request]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """GET /health and POST /score, JSON both ways."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = 600  # seconds until a silent connection is closed
-    server: RewardServer
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._reply(200, {"status": "ok", "serves": self.server.name})
-        else:
-            self._reply(404, {"error": f"there is no {self.path}; use GET /health and POST /score"})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path != "/score":
-            self._reply(404, {"error": f"there is no {self.path}; use GET /health and POST /score"})
-            return
+    def __call__(self, body: bytes) -> tuple[int, dict[str, Any]]:
         try:
-            self._reply(200, {"scores": self.server.answer(*_request(body))})
+            return 200, {"scores": self._answer(*_request(body))}
         except RefusedError as error:
-            self._reply(400, {"error": str(error)})
+            return 400, {"error": str(error)}
         except Exception as error:
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             print(f"  {message}", file=sys.stderr, flush=True)
-            self._reply(500, {"error": message})
+            return 500, {"error": message}
 
-    def _reply(self, status: int, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-        except OSError:  # the client waits no more
-            self.close_connection = True
-
-    def log_request(self, *_: Any) -> None:
-        """Not a line for every request."""
+    def _answer(self, request: str, prompts: list[str], responses: list[str]) -> list[float]:
+        """Scores, from memory for a request that was computed before: its client did not wait long enough."""
+        if request not in self.answers:
+            self.answers[request] = self.score(prompts, responses)
+            while len(self.answers) > REMEMBERED or sum(map(len, self.answers.values())) > REMEMBERED_SCORES:
+                if len(self.answers) == 1:
+                    break
+                del self.answers[next(iter(self.answers))]
+        return self.answers[request]
 
 
 def _request(body: bytes) -> tuple[str, list[str], list[str]]:
@@ -196,7 +168,7 @@ def _request(body: bytes) -> tuple[str, list[str], list[str]]:
     try:
         request = json.loads(body)
         found = request["id"], request["prompts"], request["responses"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise RefusedError("the body must be a JSON object with the keys id, prompts and responses")
     name, *lists = found
     texts = all(isinstance(values, list) and all(isinstance(text, str) for text in values) for values in lists)
@@ -204,4 +176,10 @@ def _request(body: bytes) -> tuple[str, list[str], list[str]]:
         raise RefusedError(
             "id must be a string, prompts and responses lists of strings, as many of one as of the other"
         )
+    try:
+        "".join([*lists[0], *lists[1]]).encode()
+    except UnicodeEncodeError:  # JSON can say "\ud800"; tokenizers cannot take it
+        raise RefusedError("a text has half a surrogate pair")
+    if len(name) > 200 or len(lists[0]) > MOST_RESPONSES:
+        raise RefusedError(f"id may have 200 characters, and a request {MOST_RESPONSES} responses")
     return found

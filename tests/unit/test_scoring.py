@@ -253,6 +253,27 @@ def test_bad_answers(bad, how, expected):
     assert str(error.value).startswith(f"{bad}/{how}/score: ") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("how", ["trickle", "trickle-body"])
+def test_the_whole_answer_has_a_deadline(bad, how):
+    """A byte every 0.05 s is no silence; each read of it succeeds."""
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"no answer within 0.5 s, also after 1 retries"):
+        remote(f"{bad}/{how}", timeout=0.5, retries=1)(PROMPTS, RESPONSES)
+    assert time.monotonic() - started < 20  # for ever, without
+
+
+def test_an_answer_has_a_limit_and_is_not_looked_for_elsewhere(bad, monkeypatch):
+    with pytest.raises(UserError, match="endless/score: the answer has more than 1049076 bytes"):
+        remote(f"{bad}/endless", timeout=60)(PROMPTS, RESPONSES)
+    with pytest.raises(
+        UserError, match=r"sends elsewhere \(HTTP 307.*http://127.0.0.1:9/score\), which is not followed"
+    ):
+        remote(f"{bad}/elsewhere")(PROMPTS, RESPONSES)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    assert remote(f"{bad}/well")(PROMPTS, RESPONSES) == [1, 2, 3, 4, 5]
+
+
 def test_dead_and_sick_servers(bad):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -343,6 +364,8 @@ def test_the_server_refuses_what_it_cannot_serve(tmp_path, capsys):
         ({"url": "http://host:port"}, "is no address of a server"),
         ({"url": "http://:80"}, "is no address of a server"),
         ({"url": "ftp://host"}, "is no address of a server"),
+        ({"url": "http://name:word@host"}, "is no address of a server"),
+        ({"url": "http://host/a b"}, "is no address of a server"),
         ({"function": "a:b", "retries": -1}, "retries: must not be negative"),
     ],
 )

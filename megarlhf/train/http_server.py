@@ -1,0 +1,188 @@
+"""The HTTP side of the reward server: GET /health and POST /score, within limits that strangers cannot exceed.
+
+One thread serves all connections (asyncio), a second one computes. Memory is bounded by CONNECTIONS, HEADER_BYTES and
+HELD times the largest body; time by READ_SECONDS and BODY_SECONDS. Where connections become too many, the one that has
+waited longest without a whole request makes room, so that somebody who opens hundreds keeps nobody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any
+
+CONNECTIONS = 512
+BACKLOG = 128
+HEADER_BYTES = 16 * 1024
+HELD = 4  # so many bodies of the largest size are held at once, those that wait to be computed included
+READ_SECONDS = 60.0  # for a request's head, for room for its body, and for the client to take the answer
+BODY_SECONDS = 20.0  # for a body
+LINGER_SECONDS = 2.0  # for a client that still sends to see why it was refused
+
+Answer = tuple[int, dict[str, Any]]  # status, JSON
+
+
+class _Refusal(Exception):
+    """A request that is not read to its end; the connection is closed behind the answer."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """health: the answer to GET /health. score: a body -> the answer to POST /score; called in one thread, one after
+    the other. max_body: bytes."""
+
+    def __init__(self, health: dict[str, Any], score: Callable[[bytes], Answer], *, max_body: int):
+        self.health, self.score, self.max_body = health, score, max_body
+        self.computing = ThreadPoolExecutor(1)
+        self.open = 0
+        self.most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self.waiting: dict[asyncio.StreamWriter, None] = {}  # without a whole request, the longest first
+        self.held = 0  # bytes of bodies
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve for ever."""
+        self.released = asyncio.Condition()
+        options = dict(sock=listener, limit=HEADER_BYTES, backlog=BACKLOG)
+        async with await asyncio.start_server(self._connection, **options) as server:
+            await server.serve_forever()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        if self.open > self.most:
+            oldest = next(iter(self.waiting), writer)
+            self.waiting.pop(oldest, None)
+            oldest.transport.abort()
+        try:
+            going_on = not writer.is_closing()
+            while going_on:
+                self.waiting[writer] = None
+                going_on = await self._exchange(reader, writer)
+        except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+            writer.transport.abort()  # the client left, or is too slow
+        finally:
+            self.open -= 1
+            self.waiting.pop(writer, None)
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Read a request and answer it. Whether another one may follow on this connection."""
+        size = 0
+        try:
+            method, path, version, headers = await asyncio.wait_for(_head(reader), READ_SECONDS)
+            going_on = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+            if (method, path) == ("GET", "/health"):
+                self.waiting.pop(writer, None)
+                status, answer = 200, self.health
+                going_on = going_on and not {"content-length", "transfer-encoding"} & headers.keys()
+            elif (method, path) == ("POST", "/score"):
+                size = await self._room(_length(headers, self.max_body))
+                if headers.get("expect", "").lower() == "100-continue":
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                body = await asyncio.wait_for(_body(reader, size), BODY_SECONDS)
+                self.waiting.pop(writer, None)
+                status, answer = await asyncio.get_running_loop().run_in_executor(self.computing, self.score, body)
+            elif path in ("/health", "/score"):
+                raise _Refusal(405, f"{method} {path} is not understood; use GET /health and POST /score")
+            else:
+                raise _Refusal(404, f"there is no {path[:200]}; use GET /health and POST /score")
+        except _Refusal as refusal:
+            await _reply(writer, refusal.status, {"error": str(refusal)}, going_on=False)
+            await _linger(reader, writer)
+            return False
+        finally:
+            await self._release(size)
+        await _reply(writer, status, answer, going_on=going_on)
+        return going_on
+
+    async def _room(self, size: int) -> int:
+        """`size`, once there is room for so many bytes more."""
+
+        async def wait() -> None:
+            async with self.released:
+                await self.released.wait_for(lambda: self.held + size <= HELD * self.max_body)
+                self.held += size
+
+        try:
+            await asyncio.wait_for(wait(), READ_SECONDS)
+        except asyncio.TimeoutError:
+            raise _Refusal(503, "too many requests at once; send it again later")
+        return size
+
+    async def _release(self, size: int) -> None:
+        if size:
+            async with self.released:
+                self.held -= size
+                self.released.notify_all()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[str, str, str, dict[str, str]]:
+    """(method, path, version, headers with names in lower case) of the next request."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        raise _Refusal(431, f"the request's head has more than {HEADER_BYTES} bytes")
+    first, *lines = head[:-4].decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
+        raise _Refusal(400, "this is no request of HTTP/1.1")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        name, value = name.lower(), value.strip()
+        if not colon or not name or name != name.strip():
+            raise _Refusal(400, f"the header {line[:60]!r} is none")
+        if name == "content-length" and headers.get(name, value) != value:
+            raise _Refusal(400, "two headers Content-Length contradict each other")
+        headers[name] = value
+    return words[0], words[1], words[2], headers
+
+
+def _length(headers: dict[str, str], most: int) -> int:
+    """Bytes of the body, looked at before any of it is read."""
+    length = headers.get("content-length")
+    if length is None or "transfer-encoding" in headers:
+        raise _Refusal(411, "send the body with a Content-Length, not in chunks")
+    if not (length.isascii() and length.isdigit()):
+        raise _Refusal(400, f"Content-Length {length[:60]!r} is not a whole number of 0 or more")
+    if len(length) > 18 or int(length) > most:
+        raise _Refusal(413, f"a body of {length[:30]} bytes is more than max_request_mb allows, {most} bytes")
+    return int(length)
+
+
+async def _body(reader: asyncio.StreamReader, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        part = await reader.read(min(65536, size - len(body)))
+        if not part:
+            raise asyncio.IncompleteReadError(b"", size)
+        body += part
+    return bytes(body)
+
+
+async def _reply(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any], *, going_on: bool) -> None:
+    content = json.dumps(answer).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: {'keep-alive' if going_on else 'close'}\r\n\r\n"
+    )
+    writer.write(head.encode() + content)
+    await asyncio.wait_for(writer.drain(), READ_SECONDS)
+
+
+async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass over what a refused client still sends: closed at once, the connection would lose the answer on its way."""
+
+    async def discard() -> None:
+        while await reader.read(65536):
+            pass
+
+    writer.write_eof()
+    await asyncio.wait_for(discard(), LINGER_SECONDS)
