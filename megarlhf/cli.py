@@ -11,13 +11,14 @@ import contextlib
 import importlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 
 from megarlhf import __version__, report
+from megarlhf.cluster import signals
 from megarlhf.config import UnknownKeyError, UserError
 
 PROGRAMS = {
@@ -120,6 +121,8 @@ def _fail(message: str, status: int, error: BaseException) -> int:
     who = f" [rank {rank} on {node}]" if rank is not None else ""
     if watchdog := _watchdog():
         watchdog.fail(f"megarlhf{who}: {message}", status, error)
+    with contextlib.suppress(KeyError, OSError):  # the batch script need not guess what has happened
+        Path(os.environ["MEGARLHF_REQUEUE"]).touch()
     if local_rank != "0":
         time.sleep(3)
     print(f"megarlhf{who}: {message}", file=sys.stderr, flush=True)
@@ -133,8 +136,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 def run() -> None:
     """Console entry point. Leaves with os._exit: after a failure, peers and background threads must not keep this rank
     alive."""
-    # Slurm may send it while torch is still being imported; programs that heed it say so later (cluster/slurm.py)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.watch()
     sys.stdout, sys.stderr = _Unfailing(sys.stdout), _Unfailing(sys.stderr)
     try:
         status = main()

@@ -27,18 +27,42 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
     --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}")
 fi
 
-# The run writes into this file why another attempt makes sense. srun's status cannot tell: when one rank leaves, the
-# others are ended, and srun returns the highest status of all.
+# The run says in this file whether it wants another attempt: it is absent until the ranks have met, then empty, and
+# holds the reason when there is one. srun's status cannot tell: when one rank leaves, the others are ended, and srun
+# returns the highest status of all.
 export MEGARLHF_REQUEUE=$PWD/.requeue-$SLURM_JOB_ID
+early="a rank was killed before the ranks had met"
+last=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
 rm -f "$MEGARLHF_REQUEUE"
+find . -maxdepth 1 -name '.requeue-*' -mmin +1440 -delete || true # of jobs that were killed with their batch scripts
+trap 'rm -f "$MEGARLHF_REQUEUE"' EXIT
+
 status=0
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
   "$python" -m megarlhf "$program" --config "$config" "$@" || status=$?
 
-if [ -e "$MEGARLHF_REQUEUE" ]; then
-  echo "== requeue: $(cat "$MEGARLHF_REQUEUE")"
-  rm -f "$MEGARLHF_REQUEUE"
+reason=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
+if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
+  # Nobody in the run could say this. Twice in a row is no accident.
+  limit=$({ cat "$config"; printf '%s\n' "$@"; } | sed -n 's/^[ a-z.]*max_requeues[:=] *\([0-9]*\).*/\1/p' | tail -n 1)
+  if [ "$last" = "$early" ]; then
+    echo "== not requeued: twice in a row $early (status $status); look for its last words above, or at its node"
+  elif [ "${SLURM_RESTART_COUNT:-0}" -ge "${limit:-100}" ]; then
+    echo "== not requeued: $early, and the job was restarted ${SLURM_RESTART_COUNT:-0} times (job.max_requeues)"
+  else
+    reason=$early
+  fi
+fi
+if [ -n "$reason" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then # not of a job that was cancelled
+  echo "== requeue: $reason"
+  if [ "$reason" = "$early" ]; then
+    trap - EXIT
+    echo "$early" >"$MEGARLHF_REQUEUE" # for the next attempt
+  else
+    rm -f "$MEGARLHF_REQUEUE"
+  fi
   if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
+  rm -f "$MEGARLHF_REQUEUE"
   exit 75 # not finished, so no job that depends on this one may start
 fi
 exit "$status"

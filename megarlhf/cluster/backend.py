@@ -36,6 +36,7 @@ import torch.utils._device
 
 from megarlhf.cluster import collectives, cuda, launch
 from megarlhf.cluster.launch import Rendezvous
+from megarlhf.config import UserError
 from megarlhf.kernels import cpu
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 _CPU = torch.device("cpu")
+STORE_SECONDS = 60.0  # from rank 0's port being open to its store's answer
 
 
 @functools.cache
@@ -129,13 +131,22 @@ def open_store(rendezvous: Rendezvous, timeout_minutes: float = 10) -> dist.Stor
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not agent:
         launch.await_rank0(rendezvous, timeout=60 * timeout_minutes)
-    store = dist.TCPStore(
-        rendezvous.master_addr,
-        rendezvous.master_port,
-        is_master=rendezvous.rank == 0 and not agent,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-        wait_for_workers=False,
+    store = launch.within(
+        STORE_SECONDS,
+        lambda: dist.TCPStore(
+            rendezvous.master_addr,
+            rendezvous.master_port,
+            is_master=rendezvous.rank == 0 and not agent,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            wait_for_workers=False,
+        ),
     )
+    if not isinstance(store, dist.Store):
+        raise UserError(
+            f"rank {rendezvous.rank} on {rendezvous.node}: what listens at {rendezvous.master_addr}:"
+            f"{rendezvous.master_port} is not rank 0's store ({store}); see rank 0's own message, or set MASTER_PORT "
+            "to a free port"
+        )
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

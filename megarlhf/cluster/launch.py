@@ -27,9 +27,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megarlhf.config import UserError
 
@@ -221,28 +221,35 @@ def await_rank0(found: Rendezvous, *, timeout: float = 300) -> None:
         pause = min(2 * pause, 1.0)
 
 
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the exception it raised, or a TimeoutError. For calls that know no time-out of their own
+    and let no signal through: getaddrinfo with a name server that is down, torch's store before a stranger's port."""
+    answer: list = []
+
+    def run():
+        try:
+            answer.append(work())
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answer[0] if answer else TimeoutError(f"no answer within {seconds:.0f} s")
+
+
 def _who(found: Rendezvous) -> str:
     return f"rank {found.rank} on {found.node}"
 
 
 def _lookup(found: Rendezvous, timeout: float) -> list:
-    answer: list = []
-
-    def ask():
-        try:
-            answer.append(socket.getaddrinfo(found.master_addr, found.master_port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:  # UnicodeError: a label too long or empty
-            answer.append(error)
-
-    # getaddrinfo knows no time-out, and a name server that is down holds it for longer than anyone wants to wait
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if answer and isinstance(answer[0], list):
-        return answer[0]
-    reason = getattr(answer[0], "strerror", None) or answer[0] if answer else f"no answer within {timeout:.0f} s"
+    where = found.master_addr, found.master_port
+    answer = within(timeout, lambda: socket.getaddrinfo(*where, type=socket.SOCK_STREAM))
+    if isinstance(answer, list):
+        return answer
     raise UserError(
-        f"{_who(found)}: MASTER_ADDR '{found.master_addr}' does not resolve ({reason}); "
+        f"{_who(found)}: MASTER_ADDR '{found.master_addr}' does not resolve "
+        f"({getattr(answer, 'strerror', None) or answer}); "
         "set MASTER_ADDR to a name or IP address of rank 0's node that every node resolves"
     )
 

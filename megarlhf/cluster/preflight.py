@@ -5,29 +5,30 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import importlib.metadata
 import json
 import platform
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
-from megarlhf.cluster import backend
+from megarlhf.cluster import backend, probe
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.config import UserError
 
 PACKAGES = ("megarlhf", "torch", "megatron-core", "transformer-engine", "apex", "numpy", "transformers", "triton")
-CONNECT_SECONDS = 10.0
 CLOCK_SECONDS = 5.0  # clocks that differ by more are mentioned
-SLOW = 1.5  # a rank that needs this many times the median is mentioned
+SLOW = 1.5  # a rank that needs this many times the median is mentioned,
+ROUNDS = 3  # if it does so every time
+SPEEDS = {"matmul": "matmul", "all_reduce": "all-reduce"}  # fields of `Speed`, and their names
 FREE = 0.85  # of a device's memory, at least
 
 
@@ -42,7 +43,13 @@ class Facts:
     config: str  # hash of the resolved configuration
     memory_free: int  # bytes of the device; 0 on CPU
     memory_total: int
-    matmul: float  # seconds, the best of a few
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one rank, the best of a few."""
+
+    matmul: float
     all_reduce: float
 
 
@@ -54,31 +61,17 @@ def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
     """
     if rendezvous.world_size == 1:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        probe.connect((socket.gethostbyname(rendezvous.master_addr), rendezvous.master_port))
-        own = probe.getsockname()[0]
     leader = rendezvous.local_rank == 0
-    with socket.create_server((own, 0), backlog=1024) as listener:  # the kernel answers; nobody needs to accept
-        place = (rendezvous.node, own, listener.getsockname()[1]) if leader else None
+    with probe.listener(probe.own_address(rendezvous, store)) as listener:
+        place = (rendezvous.node, *listener.getsockname()[:2]) if leader else None
         store.set(f"place/{rendezvous.rank}", json.dumps(place))
         places = [json.loads(store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)] if leader else []
-
-        def attempt(place: tuple[str, str, int]) -> str | None:
-            try:
-                socket.create_connection(place[1:], timeout=CONNECT_SECONDS).close()
-                return None
-            except OSError as error:
-                return f"{rendezvous.node} cannot reach {place[0]} at {place[1]} ({error.strerror or error})"
-
-        with concurrent.futures.ThreadPoolExecutor(64) as pool:
-            failures = [text for text in pool.map(attempt, filter(None, places)) if text]
-        store.set(f"reached/{rendezvous.rank}", json.dumps(failures))
+        store.set(f"reached/{rendezvous.rank}", json.dumps(probe.unreached(rendezvous.node, filter(None, places))))
         if rendezvous.rank == 0:
             found = [text for rank in range(rendezvous.world_size) for text in json.loads(store.get(f"reached/{rank}"))]
             if found:
-                more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
                 raise UserError(
-                    f"{'; '.join(found[:8])}{more}: exclude the node (sbatch --exclude), or open the firewall between "
+                    f"{probe.several(found)}: exclude the node (sbatch --exclude), or open the firewall between "
                     "the compute nodes"
                 )
             store.set("reached/all", "yes")
@@ -86,22 +79,25 @@ def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
 
 
 def compare(rendezvous: Rendezvous, config: str) -> None:
-    """Same versions and configuration, free devices, like clocks and speeds on all ranks. Collective.
+    """Same versions and configuration, free devices, like clocks and speeds on all ranks. Collective. `config`: the
+    resolved configuration as YAML.
 
     Raises UserError on all ranks for what cannot work; rank 0 prints what is only slow or odd, and one line of figures.
     """
     started = time.monotonic()
-    facts: list[Facts | None] = [None] * rendezvous.world_size
-    dist.all_gather_object(facts, _facts(rendezvous, config))
+    facts = _gather(_facts(rendezvous, config))
     errors, remarks = judge(facts)
+    if len({fact.config for fact in facts}) > 1:
+        errors.append(differences(facts, _gather(config)))
     if errors:
         raise UserError("; ".join(errors))
+    rounds = [_gather(_speed())]
+    while len(rounds) < ROUNDS and slow(facts, rounds):  # all ranks see the same: all go on, or none
+        rounds.append(_gather(_speed()))
+    remarks += slow(facts, rounds)
     if rendezvous.rank == 0:
         seconds = time.monotonic() - started
-        figures = (
-            f"matmul {1e3 * statistics.median(fact.matmul for fact in facts):.2f} ms, "
-            f"all-reduce {1e3 * statistics.median(fact.all_reduce for fact in facts):.2f} ms"
-        )
+        figures = ", ".join(f"{name} {1e3 * _usual(rounds[-1], key):.2f} ms" for key, name in SPEEDS.items())
         nodes = len({fact.node for fact in facts})
         print(f"  preflight: {len(facts)} ranks on {nodes} nodes in {seconds:.1f} s; {figures}", file=sys.stderr)
         for remark in remarks:
@@ -113,7 +109,6 @@ def judge(facts: list[Facts]) -> tuple[list[str], list[str]]:
     errors, remarks = [], []
     for name in (*PACKAGES, "python"):
         errors += _odd(facts, lambda fact, name=name: fact.versions.get(name, "missing"), name, "the same environment")
-    errors += _odd(facts, lambda fact: fact.config, "the configuration's hash", "the same files and overrides")
     for fact in facts:
         if fact.memory_free < FREE * fact.memory_total:
             errors.append(
@@ -130,13 +125,57 @@ def judge(facts: list[Facts]) -> tuple[list[str], list[str]]:
             ahead = fact.clock - now
             side = "ahead" if ahead > 0 else "behind"
             remarks.append(f"{where}: its clock is {abs(ahead):.0f} s {side}; start NTP there")
-    for name in ("matmul", "all_reduce"):
-        usual = statistics.median_low(getattr(fact, name) for fact in facts)
-        for fact in facts:
-            if getattr(fact, name) > SLOW * usual:
-                times = f"{1e3 * getattr(fact, name):.2f} ms, the median {1e3 * usual:.2f} ms"
-                remarks.append(f"rank {fact.rank} on {fact.node} is slow: {name} took {times}")
     return errors, remarks
+
+
+def slow(facts: list[Facts], rounds: list[list[Speed]]) -> list[str]:
+    """Remarks on the ranks that were slow in every one of `rounds`, each [rank]: one measurement of a busy machine says
+    little. The figures are those of the last round. Pure."""
+    remarks = []
+    for key, name in SPEEDS.items():
+        for rank, fact in enumerate(facts):
+            if all(getattr(speeds[rank], key) > SLOW * _usual(speeds, key) for speeds in rounds):
+                times = f"{1e3 * getattr(rounds[-1][rank], key):.2f} ms, the median {1e3 * _usual(rounds[-1], key):.2f}"
+                remarks.append(f"rank {fact.rank} on {fact.node} is slow: {name} took {times} ms")
+    return remarks
+
+
+def differences(facts: list[Facts], configs: list[str]) -> str:
+    """The keys in which configurations (YAML, one a rank) differ from that of most ranks, with both values. Pure."""
+    usual = statistics.mode(fact.config for fact in facts)
+    trees = [_flat(yaml.safe_load(config)) for config in configs]
+    common = next(tree for fact, tree in zip(facts, trees, strict=True) if fact.config == usual)
+    told: dict[str, list[Facts]] = {}
+    for fact, tree in zip(facts, trees, strict=True):
+        keys = [key for key in {**common, **tree} if tree.get(key) != common.get(key)]
+        if fact.config != usual:
+            text = ", ".join(f"{key}={tree.get(key)} instead of {common.get(key)}" for key in keys[:8])
+            more = f" and {len(keys) - 8} more keys" if len(keys) > 8 else ""
+            told.setdefault(text + more, []).append(fact)
+    parts = []
+    for text, odd in list(told.items())[:4]:
+        ranks = ", ".join(f"rank {fact.rank} on {fact.node}" for fact in odd[:4])
+        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+        parts.append(f"{ranks}{more} with {text}")
+    return f"the configuration differs: {'; '.join(parts)}; give every node the same files and overrides"
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value}."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    parts = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _usual(speeds: list[Speed], key: str) -> float:
+    return statistics.median_low(getattr(speed, key) for speed in speeds)
+
+
+def _gather(mine: Any) -> list:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _odd(facts: list[Facts], key: Callable[[Facts], str], name: str, remedy: str) -> list[str]:
@@ -158,15 +197,16 @@ def _facts(rendezvous: Rendezvous, config: str) -> Facts:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "missing"
     free, total = backend.memory()
-    device = backend.device()
-    _, matmul = _matmul()
-    numbers = torch.zeros(2**22 if backend.on_cuda() else 2**16, device=device)
-    all_reduce = _best(lambda: dist.all_reduce(numbers))
+    digest = hashlib.sha256(config.encode()).hexdigest()
     dist.barrier()
-    return Facts(
-        rendezvous.rank, rendezvous.node, time.time(), versions, hashlib.sha256(config.encode()).hexdigest()[:12],
-        free, total, matmul, all_reduce,
-    )  # fmt: skip
+    return Facts(rendezvous.rank, rendezvous.node, time.time(), versions, digest, free, total)
+
+
+def _speed() -> Speed:
+    numbers = torch.zeros(2**22 if backend.on_cuda() else 2**16, device=backend.device())
+    dist.barrier()
+    _, matmul = _matmul()
+    return Speed(matmul, _best(lambda: dist.all_reduce(numbers)))
 
 
 def matmul_rate() -> float:

@@ -4,10 +4,10 @@
     TERM (`scancel -s TERM JOB`; `scancel`, `scontrol requeue` and preemption send it, and KILL some 30 s later):
         save, leave
 
-A signal only sets a flag. At the next safe point, the end of a step, all ranks agree on it, save together and leave.
-The batch script requeues (examples/slurm/): a container may have no scontrol. It looks for the file that it has named
-in MEGARLHF_REQUEUE, which is written when another attempt makes sense. Without Slurm the signals work the same, and
-starting the program again goes on.
+A signal only sets a flag (signals.py). At the next safe point, the end of a step, all ranks agree on it, save together
+and leave. The batch script requeues (examples/slurm/): a container may have no scontrol. It looks for the file that it
+has named in MEGARLHF_REQUEUE: absent while the ranks have not met, empty from then on, with a reason in it when another
+attempt makes sense. Without Slurm the signals work the same, and starting the program again goes on.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarlhf.cluster import backend, launch
+from megarlhf.cluster import backend, launch, signals
 from megarlhf.config import UserError
 
-STARTS = "starts.json"  # in the run directory: at which step each start of the present job began
+STARTS = "starts.json"  # in the run directory: at which step each start of the present job began; its last failure
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, to be started again by hand
-_STAY, _REQUEUE, _END = 0, 1, 2  # the larger wins when ranks disagree
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,6 @@ class JobConfig:
                 raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
 
 
-_asked = _STAY
-
-
-def catch_signals() -> None:
-    """From now on USR1 and TERM ask for a save instead of ending the process."""
-
-    def ask(number: int, _) -> None:
-        global _asked
-        _asked = max(_asked, _REQUEUE if number == signal.SIGUSR1 else _END)
-
-    signal.signal(signal.SIGUSR1, ask)
-    signal.signal(signal.SIGTERM, ask)
-
-
 class Job:
     """What a loop asks at each safe point. Make it when the first step is known; collective in `leave` alone."""
 
@@ -75,7 +60,7 @@ class Job:
         """`step`: updates done so far. Raises UserError (on rank 0, for all) when the job's last two starts made no
         progress."""
         self.config = config
-        self.why = _STAY
+        self.why = signals.STAY
         self.end = None  # seconds since the epoch
         self.steps: collections.deque[float] = collections.deque(maxlen=100)  # recent durations, saves included
         self.since = time.monotonic()
@@ -91,23 +76,23 @@ class Job:
         now = time.monotonic()
         self.steps.append(now - self.since)
         self.since = now
-        wish = _asked
+        wish = signals.asked()
         if self.end is not None:
             needed = max(self.steps) + save_seconds + 60 * self.config.margin_minutes
             if time.time() + needed > self.end:
-                wish = max(wish, _REQUEUE)
+                wish = max(wish, signals.REQUEUE)
         agreed = torch.tensor(wish, device=backend.device())
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         self.why = int(agreed)
-        return self.why != _STAY
+        return self.why != signals.STAY
 
     def close(self, step: int, total: int) -> None:
         """After the last save. A run that leaves early asks for a requeue, or says how to go on, and exits here."""
-        if self.why == _STAY or step == total:
+        if self.why == signals.STAY or step == total:
             return
-        requeued = self.why == _REQUEUE and may_requeue(self.config)
+        requeued = self.why == signals.REQUEUE and may_requeue(self.config)
         if dist.get_rank() == 0:
-            reason = "the job's end is near, or USR1 came" if self.why == _REQUEUE else "TERM came"
+            reason = "the job's end is near, or USR1 came" if self.why == signals.REQUEUE else "TERM came"
             after = request_requeue(reason, self.config) if requeued else "\n  it goes on when it is started again"
             text = f"megarlhf: {reason}: saved and left after step {step} of {total}{after}"
             print(f"\n{text}", file=sys.stderr, flush=True)  # on a line of its own: the progress bar's is open
@@ -139,13 +124,25 @@ def may_requeue(config: JobConfig) -> bool:
     return "MEGARLHF_REQUEUE" in os.environ and _restarts() < config.max_requeues
 
 
-def request_requeue(reason: str, config: JobConfig) -> str:
-    """Ask the batch script for another attempt; what to add to the message about it. Any rank may call it."""
+def take_over() -> None:
+    """Tell the batch script that from now on the run itself says whether it wants another attempt."""
+    with contextlib.suppress(KeyError, OSError):
+        Path(os.environ["MEGARLHF_REQUEUE"]).touch()
+
+
+def request_requeue(reason: str, config: JobConfig, run: Path | None = None, failure: str | None = None) -> str:
+    """Ask the batch script for another attempt; what to add to the message about it. Any rank may call it.
+
+    `failure` describes a failure without what differs between attempts (process ids, nodes). It is recorded in `run`,
+    and when the attempt before has ended with the same one, there is no further attempt.
+    """
     if "MEGARLHF_REQUEUE" not in os.environ:
         return ""
     if not may_requeue(config):
         return f"\n  not requeued: that was done {_restarts()} times (job.max_requeues)"
     try:
+        if run is not None and failure is not None and _repeats(run, failure):
+            return f"\n  not requeued: the attempt before ended alike ({failure}); find out why and submit it again"
         Path(os.environ["MEGARLHF_REQUEUE"]).write_text(reason + "\n")
     except OSError as error:
         return f"\n  not requeued: {error}"
@@ -174,17 +171,39 @@ def _count_start(run: Path, step: int) -> None:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
-    path = run / STARTS
-    starts = []
-    with contextlib.suppress(OSError, ValueError):
-        record = json.loads(path.read_text())
-        starts = record["steps"] if record["job"] == job else []
-    if starts[-2:] == [step, step]:
+    record = _read_record(run, job)
+    if record["steps"][-2:] == [step, step]:
         raise UserError(
             f"{run}: job {job} made no progress twice: its last two attempts, too, began after step {step}; find out "
             "why from their messages, give it more time or checkpoint.every fewer steps, and submit it again"
         )
+    _write_record(run, {**record, "steps": [*record["steps"], step]})
+
+
+def _repeats(run: Path, failure: str) -> bool:
+    """Record `failure` as that of this attempt; whether the attempt before has recorded the same."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return False
+    record = _read_record(run, job)
+    last = record.get("failure", {})
+    if last.get("attempt") != _restarts():  # else another rank has recorded it
+        repeats = last.get("attempt") == _restarts() - 1 and last.get("what") == failure
+        last = {"attempt": _restarts(), "what": failure, "repeats": repeats}
+        _write_record(run, {**record, "failure": last})
+    return last.get("repeats") is True
+
+
+def _read_record(run: Path, job: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        record = json.loads((run / STARTS).read_text())
+        if record["job"] == job and isinstance(record["steps"], list) and isinstance(record.get("failure", {}), dict):
+            return record
+    return {"job": job, "steps": []}
+
+
+def _write_record(run: Path, record: dict[str, Any]) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(STARTS + ".partial")
-    temporary.write_text(json.dumps({"job": job, "steps": [*starts, step]}) + "\n")
-    os.replace(temporary, path)
+    temporary = run / f"{STARTS}.partial-{os.getpid()}"  # several ranks may report the same failure
+    temporary.write_text(json.dumps(record) + "\n")
+    os.replace(temporary, run / STARTS)

@@ -64,7 +64,7 @@ def main(path: str | None, overrides: list[str]) -> None:
     settings = config.load(GenerateConfig, path, overrides)
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
-    topology = setup.cluster(rendezvous, settings)
+    topology = setup.cluster(rendezvous, settings, Path(settings.out).absolute().parent)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save before the end
         signal.signal(number, signal.SIG_DFL)
     generate(settings, plan, topology)

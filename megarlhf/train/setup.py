@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarlhf import checkpoint, config, records
 from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
-from megarlhf.cluster import backend, lease, parallel, preflight, slurm, watchdog
+from megarlhf.cluster import backend, lease, parallel, preflight, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
@@ -119,13 +119,13 @@ def pad_multiple(sizes: ParallelConfig) -> int:
     return math.lcm(8, sizes.tensor)
 
 
-def cluster(rendezvous: Rendezvous, settings: Any) -> Topology:
+def cluster(rendezvous: Rendezvous, settings: Any, directory: str | Path) -> Topology:
     """From `rendezvous` to megatron's process groups, with the checks of a job's start on the way; `settings` has the
-    sections job and parallel. Collective; imports megatron."""
-    slurm.catch_signals()
+    sections job and parallel, `directory` is one that all nodes share. Collective; imports megatron."""
     backend.install()
     store = backend.open_store(rendezvous, settings.job.join_minutes)
-    watchdog.start(rendezvous, store, settings.job)
+    watchdog.start(rendezvous, store, settings.job, Path(directory))
+    signals.remember()
     preflight.reach(rendezvous, store)
     backend.join(rendezvous, store, timeout_minutes=2 * settings.job.hang_minutes)  # the watchdog speaks first
     preflight.compare(rendezvous, config.dump(settings))
@@ -141,7 +141,7 @@ def execute(
     The run directory is this job's alone meanwhile (cluster/lease.py). Raises UserError, on rank 0 for all, if another
     job has it.
     """
-    topology = cluster(rendezvous, settings)
+    topology = cluster(rendezvous, settings, settings.run)
     with lease.held(Path(settings.run)) if topology.rank == 0 else contextlib.nullcontext():
         plan = agree(settings, plan, rendezvous)  # nobody builds a model before the directory is ours
         if not is_finished(settings, plan.start, topology, total_steps):

@@ -11,7 +11,7 @@ import yaml
 
 from megarlhf import cli
 from megarlhf.cluster import preflight
-from megarlhf.cluster.preflight import Facts
+from megarlhf.cluster.preflight import Facts, Speed
 from megarlhf.config import UserError
 from megarlhf.train.ppo import read_progress
 
@@ -206,7 +206,6 @@ def test_several_mistakes_at_once(model, capsys):
 
 USUAL = dict(
     clock=1e9, versions={"torch": "2.13.0"}, config="abc", memory_free=int(79e9), memory_total=int(80e9),
-    matmul=2e-4, all_reduce=1e-3,
 )  # fmt: skip
 
 
@@ -225,7 +224,6 @@ def test_equal_ranks_are_silent():
     ("odd", "expected"),
     [
         ({"versions": {"torch": "2.12.0"}}, "torch differs: rank 5 on node2 has 2.12.0, the others 2.13.0"),
-        ({"config": "def"}, "the configuration's hash differs: rank 5 on node2 has def, the others abc"),
         ({"memory_free": int(20e9)}, "rank 5 on node2: only 20.0 of 80.0 GB of its device are free"),
     ],
 )
@@ -238,11 +236,41 @@ def test_what_must_stop_a_run(odd, expected):
     ("odd", "expected"),
     [
         ({"clock": 1e9 - 3600}, "rank 5 on node2: its clock is 3600 s behind"),
-        ({"matmul": 4e-4}, "rank 5 on node2 is slow: matmul took 0.40 ms, the median 0.20 ms"),
-        ({"all_reduce": 2e-3}, "rank 5 on node2 is slow: all_reduce took 2.00 ms"),
         ({"memory_total": int(40e9), "memory_free": int(40e9)}, "rank 5 on node2: its device has 40 GB, others 80 GB"),
     ],
 )
 def test_what_is_worth_a_remark(odd, expected):
     errors, (remark,) = preflight.judge(facts(**odd))
     assert errors == [] and remark.startswith(expected)
+
+
+def speeds(matmul: float, all_reduce: float = 1e-3) -> list[Speed]:
+    """Eight ranks, of which rank 5 is odd; three of them a little slower than the others."""
+    ranks = [Speed(2.6e-4 if rank < 3 else 2e-4, 1e-3) for rank in range(8)]
+    ranks[5] = Speed(matmul, all_reduce)
+    return ranks
+
+
+def test_a_rank_is_slow_when_it_always_is():
+    """The median of the remark is that of the line of figures."""
+    assert preflight.slow(facts(), [speeds(4e-4), speeds(2e-4), speeds(4e-4)]) == []
+    assert preflight.slow(facts(), [speeds(4e-4), speeds(5e-4)]) == [
+        "rank 5 on node2 is slow: matmul took 0.50 ms, the median 0.20 ms"
+    ]
+    (remark,) = preflight.slow(facts(), [speeds(2e-4, 2e-3)] * 3)
+    assert remark.startswith("rank 5 on node2 is slow: all-reduce took 2.00 ms, the median 1.00")
+
+
+def test_configurations_that_differ():
+    """By key, with both values; ranks that differ alike share a part."""
+    usual = "run: runs/x\noptimizer:\n  lr: 0.001\n  betas: [0.9, 0.95]\nmodel:\n  architecture: null\n"
+    odd = usual.replace("0.001", "0.01").replace("architecture: null", "architecture: {layers: 2}")
+    ranks = facts(config="def")
+    configs = [usual] * 5 + [odd] + [usual] * 2
+    assert preflight.differences(ranks, configs) == (
+        "the configuration differs: rank 5 on node2 with optimizer.lr=0.01 instead of 0.001, "
+        "model.architecture.layers=2 instead of None; give every node the same files and overrides"
+    )
+    ranks[6] = dataclasses.replace(ranks[6], config="def")
+    configs[6] = odd
+    assert "rank 5 on node2, rank 6 on node2 with optimizer.lr=0.01 instead" in preflight.differences(ranks, configs)

@@ -48,6 +48,26 @@ def test_requeues_are_bounded_and_asked_for_in_a_file(job, tmp_path):
     assert not (tmp_path / "requeue").exists()
 
 
+def test_a_failure_that_repeats_is_not_tried_again(job, tmp_path):
+    """Twice the same in a row; other ranks of one attempt may report it, too."""
+    config, run, request = JobConfig(), tmp_path / "run", tmp_path / "requeue"
+    job.setenv("SLURM_JOB_ID", "71")
+    job.setenv("MEGARLHF_REQUEUE", str(request))
+    story = [("killed in step 3", True), ("killed in step 5", True), ("killed in step 5", False), (None, True),
+             ("killed in step 5", True), ("killed in step 5", False)]  # fmt: skip
+    for attempt, (failure, goes_on) in enumerate(story):
+        job.setenv("SLURM_RESTART_COUNT", str(attempt))
+        slurm.take_over()
+        assert request.read_text() == ""
+        slurm._count_start(run, attempt)
+        for _ in range(2):
+            text = slurm.request_requeue("why", config, run, failure)
+            assert ("the job is requeued" in text) == goes_on == bool(request.read_text())
+        assert goes_on or "the attempt before ended alike (killed in step 5)" in text
+        request.unlink()
+    assert [path.name for path in run.iterdir()] == [slurm.STARTS]
+
+
 def test_the_end_of_a_job(job):
     assert slurm.end_of_job() is None
     job.setenv("SLURM_JOB_ID", "71")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megarlhf.cluster.watchdog import Beat, Seen, diagnosis, is_of_peer, stack_of
+from megarlhf.cluster.diagnosis import Beat, Seen, diagnosis, is_of_peer, stack_of
 
 NOW, SILENCE = 1000.0, 12.0
 WAITING = ("megarlhf/engine.py:1 step", "torch/distributed/distributed_c10d.py:2 all_reduce")

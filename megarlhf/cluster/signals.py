@@ -1,0 +1,41 @@
+"""USR1 and TERM, from the program's first instruction on; imports neither torch nor megatron.
+
+USR1 is always remembered: the loop acts at its first safe point. TERM is remembered once the ranks have met; before
+that there is nothing to save, and the process leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+STAY, REQUEUE, END = 0, 1, 2  # the larger wins when ranks disagree
+
+_asked = STAY
+
+
+def asked() -> int:
+    """What the signals so far ask for."""
+    return _asked
+
+
+def watch() -> None:
+    """To be called first of all: importing torch takes minutes on a cold file system."""
+    signal.signal(signal.SIGUSR1, _remember)
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def remember() -> None:
+    """From now on both signals ask for a save instead of ending the process."""
+    signal.signal(signal.SIGUSR1, _remember)
+    signal.signal(signal.SIGTERM, _remember)
+
+
+def _remember(number: int, _) -> None:
+    global _asked
+    _asked = max(_asked, REQUEUE if number == signal.SIGUSR1 else END)
+
+
+def _leave(number: int, _) -> None:
+    # srun returns the highest status of all ranks: that of the one whose end brought TERM to the others must win.
+    os._exit(1 if "SLURM_PROCID" in os.environ else 128 + number)

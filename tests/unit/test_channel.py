@@ -1,0 +1,255 @@
+"""Strangers at the watchdog's port, and processes that were stopped: real ranks over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarlhf.cluster import channel
+from megarlhf.cluster.channel import Channel, Lines
+from megarlhf.config import UserError
+from tests.e2e.runs import start
+
+SECRET = secrets.token_hex(32)
+LONG = 120  # seconds to wait for what takes as long as the machine is busy
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(directory: Path, *ranks: int, world_size: int, hang: float = 30, **environment: str) -> Iterator[list]:
+    """`ranks` of a run as processes; they are killed at the end."""
+    (directory / "hang").write_text(str(hang))
+    processes = [
+        start(sys.executable, "-m", "tests.unit.watched", str(rank), str(world_size), str(directory),
+              environment=environment)
+        for rank in ranks
+    ]  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def ends(process: subprocess.Popen) -> tuple[int, str]:
+    _, err = process.communicate(timeout=LONG)
+    return process.returncode, err
+
+
+class Rank:
+    """A rank of the test's own, which knows the secret, and keeps what it has sent."""
+
+    def __init__(self, address: tuple[str, int], rank: int, secret: str = SECRET):
+        self.socket = socket.create_connection(address, timeout=LONG)
+        self.lines, self.sent = Lines(channel.LINE), b""
+        theirs, mine = self.line(), channel.nonce()
+        self.channel = Channel(secret.encode(), "rank", theirs, mine)
+        self.write(mine + b"\n")
+        self.rank = rank
+        self.say(rank=rank)
+
+    def line(self) -> bytes:
+        """b"" at the end of the connection."""
+        while True:
+            data = self.socket.recv(65536)
+            for line in self.lines.feed(data):
+                return line
+            if not data:
+                return b""
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+        self.socket.sendall(data)
+
+    def say(self, **message) -> None:
+        self.write(self.channel.pack(message))
+
+    def beat(self, rank: int | None = None) -> None:
+        values = dict(node="n", pid=1, phase="step", step=1, count=1, stack=["a.py:1 f"])
+        self.say(beat={"rank": self.rank if rank is None else rank, **values})
+
+    def is_refused(self) -> bool:
+        with contextlib.suppress(OSError):
+            while self.line():
+                pass
+        return True
+
+
+def resident(process: subprocess.Popen) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def listening(process: subprocess.Popen) -> set[str]:
+    """Addresses, in hexadecimal, on which the process listens."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(descriptor)))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def write_on(connection: socket.socket, chunk: bytes, total: int) -> int:
+    """Bytes written until the other end had enough."""
+    written = 0
+    with contextlib.suppress(OSError):
+        while written < total:
+            connection.sendall(chunk)
+            written += len(chunk)
+    return written
+
+
+def test_strangers_at_the_watchdogs_port(tmp_path):
+    """Garbage, lines of 1 GiB, 1,000 idle connections, replayed and forged beats: the run goes on, no larger, and ends
+    as it would have; what a rank itself says counts, and a status of 0 with an error is no status."""
+    with running(tmp_path, 0, 1, world_size=3, MEGARLHF_SECRET=SECRET) as (rank0, rank1):
+        store = dist.FileStore(str(tmp_path / "store"), -1)
+        host, port, wanted = store.get("megarlhf/watchdog").decode().split()
+        address = (host, int(port))
+        assert wanted == channel.fingerprint(SECRET.encode())
+        assert listening(rank0) == {"0100007F"}  # 127.0.0.1: its own address alone
+
+        idle = []  # before all ranks are here: they must not keep the last one out
+
+        def crowd() -> None:
+            while len(idle) < 1000:
+                idle.append(socket.create_connection(address, timeout=LONG))
+
+        crowd()
+        rank2 = Rank(address, 2)
+        rank2.beat()
+        until(lambda: (tmp_path / "here0").exists() and (tmp_path / "here1").exists())
+        before = resident(rank0)
+
+        old = json.dumps({"error": "x", "status": 0, "of_peer": False}).encode() + b"\n"
+        beat = dict(rank=1, node="n", pid=1, phase="p", step=1, count=9, stack=[])
+        for data in (
+            os.urandom(65536), b"\n" * 10000, b"\0" * 600, old, json.dumps({"beat": beat}).encode() + b"\n",
+            b"[" * 100_000 + b"\n", b"0" * 64 + b"\n" + old, b"0" * 64 + b"\n" + b"f" * 64 + b" " + old,
+            b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
+        ):  # fmt: skip
+            with socket.create_connection(address, timeout=LONG) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(data)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(65536):
+                    pass
+        for _ in range(3):
+            with socket.create_connection(address, timeout=LONG) as stranger:
+                assert write_on(stranger, b"a" * 2**20, 2**30) < 2**30
+        with socket.create_connection(address, timeout=LONG) as stranger:  # what rank 2 has sent, once more
+            stranger.sendall(rank2.sent)
+            assert stranger.recv(65536).endswith(b"\n")  # a nonce; then nothing
+            assert stranger.recv(65536) == b""
+        assert Rank(address, 1, secret=secrets.token_hex(32)).is_refused()
+        for taken in (1, 2, 3, -1, True):  # of those who know the secret, none comes twice, or as nobody
+            assert Rank(address, taken).is_refused()
+        idle.clear()
+        crowd()
+
+        assert resident(rank0) - before < 50e6
+        assert rank0.poll() is None and rank1.poll() is None
+        rank2.beat()
+        rank2.say(bye=True)
+        (tmp_path / "finish").touch()
+        for process in (rank0, rank1):
+            assert ends(process) == (0, "")
+
+
+def test_what_a_rank_says(tmp_path):
+    """An error with status 0 does not end a job as completed, nor does another rank's beat count."""
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for name in ("status", "beat"):
+            (tmp_path / name).mkdir()
+            processes = stack.enter_context(running(tmp_path / name, 0, world_size=2, MEGARLHF_SECRET=SECRET))
+            runs.append((tmp_path / name, *processes))
+        for directory, rank0 in runs:
+            store = dist.FileStore(str(directory / "store"), -1)
+            host, port, _ = store.get("megarlhf/watchdog").decode().split()
+            rank1 = Rank((host, int(port)), 1)
+            rank1.beat()
+            until((directory / "here0").exists)
+            if directory.name == "status":
+                rank1.say(error="x", status=0, of_peer=False)
+            else:
+                rank1.beat(rank=0)
+            status, err = ends(rank0)
+            assert status == 1 and "megarlhf: rank 1 on n (pid 1, phase 'step' of step 1) ended" in err, err
+            assert "Traceback" not in err
+
+
+def test_time_in_which_all_were_stopped_does_not_count(tmp_path):
+    """`scontrol suspend` for longer than hang_minutes. A rank that is stopped while the others go on is named. The
+    secret is in a file that nobody else can read, and that goes when all have come."""
+    with running(tmp_path, 0, 1, world_size=2, hang=0.05) as processes:
+        store = dist.FileStore(str(tmp_path / "store"), -1)
+        _, _, wanted = store.get("megarlhf/watchdog").decode().split()
+        with contextlib.suppress(FileNotFoundError):  # rank 1 was quick
+            assert (tmp_path / f".watchdog-{wanted}").stat().st_mode & 0o777 == 0o600
+        until(lambda: (tmp_path / "here0").exists() and (tmp_path / "here1").exists())
+        assert not list(tmp_path.glob(".watchdog-*"))
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(6)  # hang_minutes is 3 seconds
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        time.sleep(2)
+        assert [process.poll() for process in processes] == [None, None]
+        processes[1].send_signal(signal.SIGSTOP)
+        status, err = ends(processes[0])
+        assert status == 1 and "rank 1 lags: silent for " in err, err
+        assert "rank 0" not in err.partition("LAGS")[0]
+
+
+def test_a_line_is_bounded_and_a_message_is_its_writers(tmp_path, monkeypatch):
+    lines = Lines(4)
+    assert list(lines.feed(b"ab\ncd")) == [b"ab"] and list(lines.feed(b"ef\n")) == [b"cdef"]
+    for data in (b"abcde", b"abcde\n"):
+        with pytest.raises(ValueError, match="more than 4 bytes"):
+            list(Lines(4).feed(data))
+    nonces = channel.nonce(), channel.nonce()
+
+    def hub(secret: bytes = b"secret", nonces: tuple[bytes, bytes] = nonces) -> Channel:
+        return Channel(secret, "hub", *nonces)
+
+    first = Channel(b"secret", "rank", *nonces).pack({"a": 1})[:-1]
+    twice = hub()
+    assert twice.unpack(first) == hub().unpack(first) == {"a": 1}
+    for reader, line in (
+        (twice, first), (hub(), first + b" "), (hub(), b""), (hub(), hub().pack({"a": 1})[:-1]),
+        (hub(b"another"), first), (hub(nonces=(channel.nonce(), nonces[1])), first),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="without proof"):
+            reader.unpack(line)
+    monkeypatch.setenv("MEGARLHF_SECRET", "short")
+    with pytest.raises(UserError, match="has 5 characters; give it 32 or more"):
+        channel.make_secret(tmp_path, 2)
+    monkeypatch.setenv("MEGARLHF_SECRET", SECRET)
+    with pytest.raises(UserError, match="is not the one of rank 0"):
+        channel.read_secret(tmp_path, channel.fingerprint(b"another"))
