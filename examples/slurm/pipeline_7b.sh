@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # From a Hugging Face model to a PPO policy, as a chain of four jobs; run it on the login node, from the checkout's root:
 #
-#   bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags for the three that train, such as --nodes=4]
+#   bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key.sub=value ...]
 #
-# convert -> SFT -> reward model -> PPO. Each job waits until the one before it has completed; when one fails or is
-# cancelled, Slurm cancels those behind it. Site values come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
+#   bash examples/slurm/pipeline_7b.sh /models/llama --nodes=4 job.max_requeues=20 \
+#     sft:data.train=/data/sft.jsonl reward:data.train=/data/pairs.jsonl ppo:prompts.path=/data/prompts.jsonl
+#
+# convert -> SFT -> reward model -> PPO. Flags and keys are for the three jobs that train; with sft:, reward: or ppo: a
+# key is for that one. Each job waits until the one before it has completed; when one fails or is cancelled, Slurm
+# cancels those behind it. Site values come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
 set -euo pipefail
 if [ ! -f "${1:-}/config.json" ]; then
-  echo "usage: bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags for the three that train]
-HF_DIRECTORY has config.json, the weights and the tokenizer" >&2
+  echo "usage: bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key=value ...]
+HF_DIRECTORY has config.json, the weights and the tokenizer; PROGRAM is sft, reward or ppo" >&2
   exit 2
 fi
 if [ ! -d examples/slurm ]; then
@@ -16,17 +20,37 @@ if [ ! -d examples/slurm ]; then
   exit 2
 fi
 source=$(realpath "$1")
-flags=("${@:2}")
+flags=() keys=()
+for argument in "${@:2}"; do
+  if [[ $argument =~ ^((sft|reward|ppo):)?[a-z_]+(\.[a-z_0-9]+)*= ]]; then
+    keys+=("$argument")
+  elif [[ $argument =~ ^[a-z-]+: ]]; then
+    echo "$argument: is for no program of the chain; say sft:, reward: or ppo:, and key.sub=value behind it" >&2
+    exit 2
+  else
+    flags+=("$argument")
+  fi
+done
 python=${MEGARLHF_PYTHON:-python3}
 if [ -z "${MEGARLHF_PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 
-after() {
-  sbatch --parsable --kill-on-invalid-dep=yes --dependency="afterok:$1" ${flags[@]+"${flags[@]}"} "${@:2}"
+# train PROGRAM AFTER key.sub=value: one of the three jobs that train
+train() {
+  local own=() key
+  for key in ${keys[@]+"${keys[@]}"}; do
+    case $key in
+      "$1":*) own+=("${key#*:}") ;;
+      sft:* | reward:* | ppo:*) ;;
+      *) own+=("$key") ;;
+    esac
+  done
+  sbatch --parsable --kill-on-invalid-dep=yes --dependency="afterok:$2" ${flags[@]+"${flags[@]}"} \
+    "examples/slurm/$1_7b.sh" "${@:3}" ${own[@]+"${own[@]}"}
 }
 
 convert=$(sbatch --parsable --job-name=convert_7b --nodes=1 --ntasks=1 --cpus-per-task=8 --time=2:00:00 \
   --output=%x-%j.log --wrap "$(printf '%q ' "$python" -m tools.convert hf2megatron "$source" models/base_7b)")
-sft=$(after "$convert" examples/slurm/sft_7b.sh model.checkpoint=models/base_7b)
-reward=$(after "$sft" examples/slurm/reward_7b.sh model.checkpoint=runs/sft_7b)
-ppo=$(after "$reward" examples/slurm/ppo_7b.sh model.checkpoint=runs/sft_7b)
+sft=$(train sft "$convert" model.checkpoint=models/base_7b)
+reward=$(train reward "$sft" model.checkpoint=runs/sft_7b)
+ppo=$(train ppo "$reward" model.checkpoint=runs/sft_7b)
 echo "submitted: convert $convert -> sft $sft -> reward $reward -> ppo $ppo; squeue --me shows them"

@@ -223,7 +223,7 @@ class _Watch:
     def lost(self, how: str) -> None:
         """Without rank 0 nobody can be asked who speaks: rank 1 does, and the first rank of every other node."""
         if self.rendezvous.rank == 1 or self.rendezvous.local_rank == 0:
-            failure = f"rank 0 was lost {self.rank0.when}" if self.rank0 else None
+            failure = f"rank 0 was lost {self.beat().when}"  # by this rank's step: rank 0's, as last heard of, is older
             requeued = slurm.request_requeue(f"rank 0 {how}", self.job, self.directory, failure)
             stack = f"; last seen in:\n{indented(self.rank0.stack)}" if self.rank0 else ""
             who = f"rank {self.rendezvous.rank} on {self.rendezvous.node}"

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,8 +52,9 @@ class Site:
     straight: concurrent.futures.Future[Path]  # the run that nothing interrupts
 
     def submit(
-        self, name: str, *overrides: str, pause: float | None = None, nodes: int = 2, flags: tuple[str, ...] = ()
-    ) -> Job:
+        self, name: str, *overrides: str, pause: float | None = None, nodes: int = 2, flags: tuple[str, ...] = (),
+        **environment: str,
+    ) -> Job:  # fmt: skip
         """`sbatch examples/slurm/ppo_7b.sh`, one rank a node. `pause`: seconds that each step waits for its rewards
         until `Job.hurry`."""
         run = next((Path(text.removeprefix("run=")) for text in overrides if text.startswith("run=")), self.root / name)
@@ -64,7 +66,7 @@ class Site:
         sent = self.cluster.run(
             "sbatch", "--parsable", f"--nodes={nodes}", "--ntasks-per-node=1", "--time=60", f"--chdir={self.root}",
             f"--output={log}", *flags, "examples/slurm/ppo_7b.sh", *overrides,
-            timeout=60, MEGARLHF_TEST_PAUSE=str(slow), **ENVIRONMENT,
+            timeout=60, MEGARLHF_TEST_PAUSE=str(slow), **ENVIRONMENT, **environment,
         )  # fmt: skip
         assert sent.returncode == 0, sent.stderr
         return Job(self.cluster, sent.stdout.strip(), run, log, slow)
@@ -148,6 +150,27 @@ class Job:
         assert (self.ends(), self.show("ExitCode")) == ("FAILED", "2:0"), self.text()
         assert "Traceback" not in self.text()
         return self.says(r"^megarlhf \[rank \d on node\d\]: error: (.*)$", 1)[1]
+
+    def importing(self, rank: int) -> int:
+        """Wait for a rank's process that heeds USR1 and has not met the others; its pid."""
+
+        def find() -> int | None:
+            with contextlib.suppress(AssertionError, OSError):
+                pid, _ = self.rank(rank)
+                caught = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                return pid if int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1 else None
+
+        return self.until(find)
+
+    def left_behind(self) -> list[str]:
+        """Files beside the run, and processes, of a job that has ended."""
+        found = [path.name for path in (*self.log.parent.glob(".requeue-*"), *self.run.glob(".watchdog-*"))]
+        mine = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.id}"}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mine <= set((process / "environ").read_bytes().decode(errors="replace").split("\0")):
+                    found.append((process / "cmdline").read_text())
+        return [name for name in found if not name.startswith(".requeue-") or name == f".requeue-{self.id}"]
 
     def rank(self, rank: int) -> tuple[int, str]:
         """(pid, node) of a rank's process."""
@@ -238,6 +261,65 @@ def a_stopped_rank(site: Site) -> None:
     job.restarts(1)
     job.completes()
     site.assert_as_straight(job)
+
+
+def death_and_usr1_during_imports(site: Site) -> None:
+    """A rank that is killed before anybody could report it; then a USR1 that comes too early to be acted on."""
+    job = site.submit("imports")
+    os.kill(job.importing(1), signal.SIGKILL)
+    job.says("^== requeue: a rank was killed before the ranks had met$", SEEN)
+    job.restarts(1)
+    for rank in (0, 1):
+        job.importing(rank)
+    assert site.cluster.run("scancel", "--signal=USR1", job.id, timeout=60).returncode == 0
+    assert int(job.says(REQUEUED)[1]) == job.saved() == 1
+    job.restarts(2)
+    job.completes()
+    assert job.left_behind() == []
+    site.assert_as_straight(job)
+
+
+def two_deaths_during_imports(site: Site) -> None:
+    job = site.submit("twice")
+    os.kill(job.importing(1), signal.SIGKILL)
+    job.restarts(1)
+    os.kill(job.importing(0), signal.SIGKILL)
+    job.says("^== not requeued: twice in a row a rank was killed before the ranks had met", SEEN)
+    assert job.ends(SEEN) == "FAILED"
+    assert job.left_behind() == []
+
+
+def a_crash_that_repeats(site: Site) -> None:
+    """In native code, say: it is not tried for ever."""
+    job = site.submit("crash", "scoring.sources=[{function: 'tests.slurm.judge:crash'}]", TEST_CRASH=str(site.root))
+    job.says(r"^ +not requeued: the attempt before ended alike \(rank 0 was lost in step 3\)")
+    assert job.ends(SEEN) == "FAILED"
+    assert (job.show("Restarts"), job.saved(), job.left_behind()) == ("1", 2, [])
+
+
+def suspended(site: Site) -> None:
+    """For longer than hang_minutes; nobody is accused."""
+    job = site.submit("suspend", "job.hang_minutes=0.5", pause=1)
+    job.saves()
+    assert site.cluster.run("scontrol", "suspend", job.id, timeout=60).returncode == 0
+    time.sleep(45)
+    job.hurry()
+    assert site.cluster.run("scontrol", "resume", job.id, timeout=60).returncode == 0
+    job.completes()
+    assert "no progress" not in job.text() and job.show("Restarts") == "0"
+    site.assert_as_straight(job)
+
+
+def a_port_that_is_taken(site: Site) -> None:
+    """By a program that answers nothing, so that rank 1 sees an open port; plain srun ends it when rank 0 leaves."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        job = site.submit("port", MASTER_PORT=str(port))
+        line = job.says(r"^megarlhf \[rank 0 on node\d\]: error: (.*)$")[1]
+        assert f"port {port} cannot be used (Address already in use); set MASTER_PORT to a free one" in line
+        assert (job.ends(SEEN), job.show("Restarts")) == ("FAILED", "0")
+    assert job.left_behind() == []
+    assert "Traceback" not in job.text()
 
 
 def asked_to_leave(site: Site) -> None:
@@ -347,7 +429,7 @@ def a_pipeline(site: Site) -> None:
             "training": training,
         },
         "ppo": {"prompts": prompts, "sampler": site.tiny["sampler"],
-                "training": {**site.tiny["training"], "steps": 2}},
+                "training": site.tiny["training"]},
     }  # fmt: skip
 
     def submit(name: str) -> list[Job]:
@@ -360,8 +442,9 @@ def a_pipeline(site: Site) -> None:
             config |= {"parallel": {}} | sections
             config["model"]["dtype"] = "fp32"
             (root / f"examples/configs/{program}_7b.yaml").write_text(yaml.safe_dump(config))
-        script, flags = root / "examples" / "slurm" / "pipeline_7b.sh", ("--ntasks-per-node=1",)
-        sent = site.cluster.run("bash", script, site.root / "hf", *flags, timeout=60, cwd=root, **ENVIRONMENT)
+        script = root / "examples" / "slurm" / "pipeline_7b.sh"
+        arguments = ("--ntasks-per-node=1", "log.every=1", "ppo:training.steps=2", "sft:seed=3")
+        sent = site.cluster.run("bash", script, site.root / "hf", *arguments, timeout=60, cwd=root, **ENVIRONMENT)
         assert sent.returncode == 0, sent.stderr
         jobs = re.findall(r"(convert|sft|reward|ppo) (\d+)", sent.stdout)
         assert [link for link, _ in jobs] == ["convert", "sft", "reward", "ppo"]
@@ -374,6 +457,8 @@ def a_pipeline(site: Site) -> None:
     for job in good:
         job.completes()
     assert good[-1].saved() == 2
+    seeds = [yaml.safe_load((job.run / "run.yaml").read_text())["seed"] for job in good[1:]]
+    assert seeds == [3, 0, 0]
     bad[0].completes()
     assert "/no/such.jsonl" in bad[1].fails()
     assert [job.ends(SEEN) for job in bad[2:]] == ["CANCELLED", "CANCELLED"]
@@ -381,7 +466,8 @@ def a_pipeline(site: Site) -> None:
 
 SCENARIOS = (  # long ones first
     a_time_limit_of_two_minutes, a_node_loses_power, kill_9, a_stopped_rank, asked_to_leave, cancelled, a_pipeline,
-    a_full_disk, a_truncated_checkpoint, four_nodes, two_nodes,
+    suspended, death_and_usr1_during_imports, a_crash_that_repeats, two_deaths_during_imports, a_full_disk,
+    a_truncated_checkpoint, four_nodes, two_nodes, a_port_that_is_taken,
 )  # fmt: skip
 
 
