@@ -148,7 +148,7 @@ def test_flipped_bits(model, tmp_path, capsys):
 AT_RESUME = {
     "state.json": (b"[1]", "state.json: missing or damaged (it has no 'step')"),
     "run.yaml": (b"a: [", "run.yaml: damaged ("),
-    "actor/architecture.yaml": (b"family: \xff", "architecture.yaml: cannot read the configuration (it is not UTF-8"),
+    "actor/architecture.yaml": (b"family: \xff", "architecture.yaml:1: not UTF-8 (byte 9 of the file)"),
     "actor/common.pt": (b"PK", "common.pt: damaged ("),
     "actor/metadata.json": (b"[", "metadata.json: damaged ("),
 }
