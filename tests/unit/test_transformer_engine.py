@@ -11,15 +11,16 @@ import tarfile
 
 import pytest
 
+from tests.conftest import SHARED
 from tests.ranks import ENVIRONMENT, ROOT
 
 
-def test_models_on_its_layers_are_those_on_megatrons_own(tmp_path, shared):
+def test_models_on_its_layers_are_those_on_megatrons_own(tmp_path):
     path, arguments = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])], []
     if importlib.util.find_spec("transformer_engine") is None:
-        packed = shared / "gpu" / "te-site.tar.xz"
+        packed = SHARED / "gpu" / "te-site.tar.xz"
         if not packed.is_file():
-            pytest.skip("neither Transformer Engine nor its Python files")
+            pytest.skip(f"neither Transformer Engine nor {packed}")
         with tarfile.open(packed) as archive:
             for member in archive:
                 if member.name.startswith("site/transformer_engine") and not member.name.endswith(".so"):
