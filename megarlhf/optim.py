@@ -100,6 +100,7 @@ def build(
             overlap_param_gather=parallel.overlap_param_gather,
         ),
         chunks,
+        use_gloo_process_groups=False,  # there are none (cluster/parallel.py)
     )
     for part in optimizer.chained_optimizers:
         # The moments now, not at the first step: out of memory shows before hours of work, and a run that is told to

@@ -165,6 +165,11 @@ def join(rendezvous: Rendezvous, store: dist.Store, timeout_minutes: float = 10)
     )
 
 
+def timeout() -> datetime.timedelta:
+    """How long a collective of the default process group may take; other groups are to have the same time."""
+    return dist.group.WORLD._get_backend(device()).options._timeout
+
+
 def transformer_overrides(swiglu: bool, dtype: torch.dtype) -> dict:
     """Fields of TransformerConfig that depend on the backend."""
     engine = _uses_transformer_engine(dtype)

@@ -3,10 +3,12 @@ groups."""
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megarlhf.cluster import backend
 from megarlhf.config import UserError
 
 
@@ -55,6 +57,11 @@ class ParallelConfig:
         """Model chunks a pipeline rank holds."""
         return self.virtual_pipeline or 1
 
+    @property
+    def group(self) -> int:
+        """Micro-batches that the schedule takes together: their number must be a multiple of this."""
+        return self.pipeline if self.virtual_pipeline else 1
+
     def data(self, world_size: int) -> int:
         """The data-parallel size that `world_size` ranks give."""
         if world_size % self.model:
@@ -63,6 +70,24 @@ class ParallelConfig:
                 f"= {self.model}; start a multiple of {self.model} ranks or change the sizes"
             )
         return world_size // self.model
+
+    def check_micro_batches(self, name: str, count: int) -> None:
+        """Refuse (UserError) an update of `count` micro-batches a rank that the schedule cannot run. `name`: the key of
+        the configuration that gives the number of rows."""
+        if count % self.group:
+            raise UserError(
+                f"{name}: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of {self.group} "
+                f"micro-batches a rank and update, not {count}; change it or training.micro_batch_size"
+            )
+
+    def check_length(self, name: str, length: int) -> None:
+        """Refuse (UserError) prompts and responses of `length` tokens together that sequence parallelism cannot cut.
+        `name`: the key of the configuration that gives the length of the prompts."""
+        if self.sequence and length % self.tensor:
+            raise UserError(
+                f"{name}: prompt and response of {length} tokens cannot be cut into parallel.tensor {self.tensor} "
+                "equal parts for sequence parallelism; change it or the response_length"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,6 +104,7 @@ class Topology:
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    ring_group: dist.ProcessGroup | None  # first and last stage: sampled tokens go back; None on all other stages
 
     @property
     def first_stage(self) -> bool:
@@ -95,16 +121,22 @@ class Topology:
 
 
 def start(parallel: ParallelConfig) -> Topology:
-    """Create Megatron's process groups over the default group. Collective; call once after `backend.join`."""
+    """Create Megatron's process groups over the default group, with its time-out. Collective; call once after
+    `backend.join`."""
     from megatron.core import parallel_state
 
     world_size = dist.get_world_size()
     data_size = parallel.data(world_size)
+    timeout = backend.timeout()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+        # for checkpoints that are gathered on one rank, as ours are not; over NCCL they would need a second network
+        create_gloo_process_groups=False,
     )
+    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     return Topology(
         parallel=parallel,
         rank=dist.get_rank(),
@@ -114,6 +146,16 @@ def start(parallel: ParallelConfig) -> Topology:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=data_size,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
-        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        pipeline_group=pipeline_group,
         data_group=parallel_state.get_data_parallel_group(),
+        ring_group=_ring(pipeline_group, timeout) if parallel.pipeline > 1 else None,
     )
+
+
+def _ring(pipeline_group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """A group of the first and the last stage of every pipeline; this rank's, if it is one of them. Collective."""
+    stages = dist.get_process_group_ranks(pipeline_group)
+    ends = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, (stages[0], stages[-1]))
+    ring, _ = dist.new_subgroups_by_enumeration([list(pair) for pair in sorted(set(ends))], timeout=timeout)
+    return ring

@@ -76,8 +76,6 @@ class Sampler:
         pad_id: int | None = None,
         with_entropy: bool = False,
     ):
-        from megatron.core import parallel_state  # here, so that a configuration can be checked without megatron
-
         from megarlhf.experience.decoding import Decoder
 
         architecture = engine.modules[0].architecture
@@ -94,9 +92,6 @@ class Sampler:
         self.slots = [_Slot(self, rows) for _ in range(stages)]
         self.wave = stages * rows
         self._hold_caches(False)
-        # Last stage -> first has a communicator of its own: over NCCL, messages both ways between two ranks would
-        # otherwise wait in one queue for each other.
-        self.ring_group = parallel_state.get_embedding_group() if stages > 1 else None
 
     @property
     def num_bytes(self) -> int:
@@ -250,7 +245,7 @@ class _Slot:
                 self._draw(sent[:, -1].repeat_interleave(self.sampler.config.samples_per_prompt, 0))
                 sent = self.sampled["tokens"]
         if self.topology.parallel.pipeline > 1 and not (last and step + 1 == self.sampler.config.response_length):
-            group = self.sampler.ring_group if self.topology.last_stage else self.topology.pipeline_group
+            group = self.topology.ring_group if self.topology.last_stage else self.topology.pipeline_group
             self.sending.append((dist.isend(sent, self.behind, group=group), sent))
 
     def end(self, step: int) -> None:
@@ -280,7 +275,9 @@ class _Slot:
         return self.topology.last_stage and chunk == len(self.sampler.decoders) - 1
 
     def _receive(self, into: Tensor) -> None:
-        group = self.sampler.ring_group if self.topology.first_stage else self.topology.pipeline_group
+        # Last stage -> first has a communicator of its own: over NCCL, messages both ways between two ranks would
+        # otherwise wait in one queue for each other.
+        group = self.topology.ring_group if self.topology.first_stage else self.topology.pipeline_group
         dist.irecv(into, self.before, group=group).wait()
 
     def _wait(self) -> None:
@@ -299,7 +296,7 @@ def sample_without_cache(
     with_entropy: bool = False,
 ) -> Rollout:
     """What `Sampler.sample` returns, by a full forward pass of the model for every token: slow, and so simple that the
-    cached sampler is tested against it. The rows must divide by the engine's micro_batch_size."""
+    cached sampler is tested against it."""
     architecture, topology = engine.modules[0].architecture, engine.topology
     prompts = prompts.to(backend.device())
     length, response_length = prompts.tokens.shape[1], config.response_length

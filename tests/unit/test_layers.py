@@ -25,7 +25,7 @@ LAYERS = (
     ("config",),
 )
 HEIGHT = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
-MEGATRON = ("cluster", "models", "engine", "optim", "checkpoint", "experience.sampler")
+MEGATRON = ("cluster", "models", "engine", "optim", "checkpoint")
 PACKAGE = ROOT / "megarlhf"
 
 
