@@ -91,8 +91,8 @@ def own(root: Path) -> str | None:
 
 
 def find(directory: Path) -> tuple[Path, dict[str, Checksum]] | None:
-    """(root, files) for a checkpoint directory or a model directory in one, whose files are then those of the model and
-    the small ones of the whole checkpoint; None if nothing says what they must be. Raises UserError for a damaged
+    """(root, files) for a checkpoint directory, or for a model directory in one: then the files of the model and what
+    there is of the small ones of the checkpoint. None if nothing says what they must be. Raises UserError for a damaged
     checksums.json."""
     directory = directory.absolute()
     files = _read(directory)
@@ -102,8 +102,11 @@ def find(directory: Path) -> tuple[Path, dict[str, Checksum]] | None:
     prefix = f"{directory.name}/"
     if not any(name.startswith(prefix) for name in files):
         return None
-    return directory.parent, {
-        name: value for name, value in files.items() if name.startswith(prefix) or not name.endswith(DATA)
+    root = directory.parent
+    return root, {
+        name: value
+        for name, value in files.items()
+        if name.startswith(prefix) or (not name.endswith(DATA) and (root / name).exists())
     }
 
 

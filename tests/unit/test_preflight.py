@@ -172,7 +172,7 @@ def test_damage_at_resume(straight, tmp_path, capsys):
             assert str(step / name) in err and "Traceback" not in err and len(err.splitlines()) == 1, err
             assert (f"has {len(content)} of " if checked else expected) in err, err
     (again / "checkpoints" / "latest").unlink()
-    assert cli.main(["sft", "--config", str(config), f"run={again}", "checkpoint.resume=false"]) == 2
+    assert run(config, f"run={again}", "checkpoint.resume=false") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "checkpoint.resume: false, but" in line and "(step_00000008, metrics.jsonl" in line
     assert (again / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
