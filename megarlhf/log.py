@@ -151,7 +151,8 @@ class Log:
             return
         self._flush(sync=True)
         for file in (*self.files.values(), self.events.file):
-            file.close()
+            if error := file.close():
+                self._warn(f"{file.path}: its last lines are lost ({error.strerror})")
         self.bar.close()
         if self.wandb:
             self._to_wandb(self.wandb.finish)
@@ -170,7 +171,8 @@ class _Events:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        now = time.time_ns()
+        name = f"events.out.tfevents.{now // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{now % 10**9}"
         self.file = Appender(directory / name)
         self._event, self._records = Event, RecordWriter(self.file)
         self._write(file_version="brain.Event:2")

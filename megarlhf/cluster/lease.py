@@ -49,9 +49,15 @@ class Holder:
     @staticmethod
     def here() -> Holder:
         """This process."""
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        token = secrets.token_hex(8)
+        try:
+            machine = (
+                f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+            )
+        except OSError:  # not Linux: like no other
+            machine = token
         return Holder(
-            token=secrets.token_hex(8),
+            token=token,
             job=os.environ.get("SLURM_JOB_ID"),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
             host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -268,7 +274,8 @@ def _started(pid: int) -> int | None:
 
 
 def _clock() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine is suspended
+    """Seconds; on Linux a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _say(message: str) -> None:

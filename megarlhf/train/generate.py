@@ -173,7 +173,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
 
 def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:
     """How many prompts are not, as their tokens, the text that stands in the file."""
-    bare = (ids[int(ids[0] == tokenizer.bos_id) :] for ids in prompts.tokens)
+    bare = (ids[int(len(ids) > 0 and ids[0] == tokenizer.bos_id) :] for ids in prompts.tokens)
     return sum(tokenizer.decode(ids) != text for ids, text in zip(bare, prompts.texts, strict=True))
 
 
@@ -196,14 +196,18 @@ def records(rollout: Rollout, texts: list[str], tokenizer: Tokenizer, config: Sa
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    """The file appears whole, or not at all."""
+    """The file appears whole, or not at all. Raises UserError."""
     partial = _partial(path)
-    with partial.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"out: {path} cannot be written ({error.strerror}); make room and start again")
 
 
 def _partial(path: Path) -> Path:

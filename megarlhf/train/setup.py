@@ -229,6 +229,7 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
     run = Path(settings.run)
+    run.mkdir(parents=True, exist_ok=True)
     Checkpoints(run, settings.checkpoint).sweep()
     records.replace(run / state.RUN_FILE, config.dump(settings))
     sizes, architecture = settings.parallel, start.architecture

@@ -255,7 +255,7 @@ class Place:
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 1, "keep": 1},
             "log": {"samples": 2, "samples_every": 2},
-            "job": {"hang_minutes": 2},
+            "job": {"hang_minutes": 10},
         }))  # fmt: skip
 
     def straight(self, ranks: int) -> tuple[Path, Pace]:
