@@ -43,7 +43,7 @@ def test_each_step_is_there_once(tmp_path):
     old = (tmp_path / "metrics.jsonl").open("a")
     write(log(tmp_path, 3), 4)
     write(log(tmp_path, 4), 5, 6)
-    old.write('{"step": 7}\n')  # a process that lost the directory: its file is no longer this one
+    old.write('{"step": 6}\n')  # a process that lost the directory: its file is no longer this one
     old.close()
     with log(tmp_path, 6) as out:
         write(out, 7, 8)
