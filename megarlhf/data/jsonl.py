@@ -88,7 +88,7 @@ def _refuse_other_formats(path: str, line: bytes) -> None:
     for start, kind, remedy in _FORMATS:
         if line.startswith(start):
             raise UserError(f"{path}: is {kind}, not JSONL; {remedy}")
-    if line.lstrip().startswith(b"["):
+    if line.strip() == b"[" or line.replace(b" ", b"").startswith(b"[{"):
         raise UserError(f"{path}:1: is a JSON array, not JSONL; write each object on a line of its own (jq -c '.[]')")
     if line.strip() == b"{":
         raise UserError(f"{path}:1: an object goes over several lines; write each on a line of its own (jq -c .)")

@@ -50,6 +50,10 @@ class NormalizationConfig:
             raise ValueError(f"samples: must be at least 2, not {self.samples}")
         if self.std <= 0:
             raise ValueError(f"std: must be positive, not {self.std}")
+        if self.response_length < 1:
+            raise ValueError(f"response_length: must be at least 1, not {self.response_length}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature: must be positive, not {self.temperature}")
 
 
 @dataclass(frozen=True)
