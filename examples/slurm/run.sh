@@ -53,7 +53,8 @@ if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
     reason=$early
   fi
 fi
-if [ -n "$reason" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then # not of a job that was cancelled
+state=$(squeue -h -j "$SLURM_JOB_ID" -o %T || true)
+if [ -n "$reason" ] && [ "${state:-RUNNING}" = RUNNING ]; then # else it was cancelled
   echo "== requeue: $reason"
   if [ "$reason" = "$early" ]; then
     trap - EXIT

@@ -21,7 +21,7 @@ def own_address(rendezvous: Rendezvous, store: Any) -> str:
     """This node's address on the network on which it reaches rank 0; on rank 0, the one at which it is reached.
 
     Rank 0 waits for a rank of another node where its own name stands for 127.0.1.1, as Debian's installer writes it.
-    Raises UserError when none comes before the store's time-out.
+    Raises TimeoutError when none comes before the store's time-out.
     """
     own = _source(rendezvous.master_addr, rendezvous.master_port)
     if rendezvous.local_world_size == rendezvous.world_size:
@@ -32,10 +32,7 @@ def own_address(rendezvous: Rendezvous, store: Any) -> str:
         try:
             other = store.get("megarlhf/another node").decode()
         except RuntimeError:  # torch's DistStoreError
-            raise UserError(
-                "no rank of another node came in time (job.join_minutes); look for their own messages, or at these "
-                "nodes"
-            )
+            raise TimeoutError("no rank of another node came; look for their own messages, or at these nodes")
         own = _source(other, rendezvous.master_port)
     return own
 

@@ -98,7 +98,11 @@ class _Watch:
         self.all_here, self.closing, self.stepped = threading.Event(), threading.Event(), threading.Event()
         self.rank0: Beat | None = None  # its last answer
         self.hub = None
-        own = probe.own_address(rendezvous, store)
+        try:
+            own = probe.own_address(rendezvous, store)
+        except TimeoutError as error:
+            why = "ranks did not come"
+            raise UserError(f"{error}{slurm.request_requeue(why, job, directory, why)}")
         if rendezvous.rank == 0:
             secret = channel.make_secret(directory, rendezvous.world_size)
             self.hub = Hub(
@@ -209,11 +213,10 @@ class _Watch:
             case {"here": True}:
                 self.all_here.set()
             case {"probe": True}:
-                self.probed = probe.listener(self.socket.getsockname()[0])
+                self.probed = probe.listener(self.socket.getsockname()[0])  # open to the end: others may be slower
                 self.send(place=(self.rendezvous.node, *self.probed.getsockname()[:2]))
             case {"places": list(places)}:
                 self.send(unreached=probe.unreached(self.rendezvous.node, places, PROBE_SECONDS))
-                self.probed.close()
             case {"bye": True}:
                 return True
             case {"status": int(status)} if self.hub is None:  # rank 0 leaves when all have heard

@@ -317,7 +317,7 @@ def a_port_that_is_taken(site: Site) -> None:
         job = site.submit("port", MASTER_PORT=str(port))
         line = job.says(r"^megarlhf \[rank 0 on node\d\]: error: (.*)$")[1]
         assert f"port {port} cannot be used (Address already in use); set MASTER_PORT to a free one" in line
-        assert (job.ends(SEEN), job.show("Restarts")) == ("FAILED", "0")
+        assert (job.ends(SEEN), job.show("ExitCode"), job.show("Restarts")) == ("FAILED", "2:0", "0")
     assert job.left_behind() == []
     assert "Traceback" not in job.text()
 
@@ -502,7 +502,7 @@ def outcomes(request, straight, tmp_path_factory) -> Iterator[dict[Callable, con
         done = finish(
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *CLI, "ppo",
             "--config", "examples/configs/ppo_7b.yaml", f"run={root / 'straight'}",
-            *(f"{key}={json.dumps(value)}" for key, value in tiny.items()),
+            *(f"{key}={json.dumps(value)}" for key, value in tiny.items()), timeout=LONG,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return root / "straight"
