@@ -292,7 +292,8 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `addmm` adds float32 products of `dtype` to a float32 total there. torch 2.8 and 2.9 refuse a total of
-    another dtype than its operands'; versions do not tell for builds from in between, so it is tried."""
+    another dtype than its operands'; versions do not tell for builds from in between, so it is tried. Otherwise the
+    sum takes room for one product more."""
     operand = torch.zeros(16, 16, dtype=dtype, device=device)
     total = operand.float()
     try:

@@ -89,7 +89,7 @@ def test_what_cannot_work_on_a_gpu_is_hidden_or_refused(tmp_path):
         "file); install all of it ("
     )
     assert cuda.TRANSFORMER_ENGINE in refused
-    assert f"gpu = {cuda.TRANSFORMER_ENGINE} " in (ROOT / "setup.cfg").read_text()
+    assert f"\ngpu = {cuda.TRANSFORMER_ENGINE}\n" in (ROOT / "setup.cfg").read_text()
 
 
 def package(root, name: str, code: str) -> None:
