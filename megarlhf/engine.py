@@ -28,6 +28,7 @@ from megarlhf import metrics, optim
 from megarlhf.batch import Sequences
 from megarlhf.cluster import backend, gradients
 from megarlhf.cluster.parallel import Topology
+from megarlhf.config import UserError
 from megarlhf.metrics import Mean, Metric
 from megarlhf.optim import OptimizerConfig
 
@@ -46,6 +47,7 @@ class Engine:
         config: TransformerConfig,
         topology: Topology,
         *,
+        role: str,
         micro_batch_size: int,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
@@ -55,12 +57,15 @@ class Engine:
         self.chunks = chunks  # what the schedules run
         self.config = config
         self.topology = topology
+        self.role = role  # for messages
         self.micro_batch_size = micro_batch_size
         self.optimizer_config = optimizer
         self.optimizer = None
         self.total_steps = total_steps
         self.seed = seed
-        self.steps = 0  # updates done
+        # Updates so far, with the skipped ones: the place in the schedule and in the data. (Adam counts for itself.)
+        self.steps = 0
+        self.skipped = 0  # in a row, up to now
         for chunk in chunks:
             chunk.requires_grad_(optimizer is not None)
         if optimizer is not None:
@@ -108,8 +113,11 @@ class Engine:
 
     def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
         """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
-        `grad_norm` and `lr`. `more`: further (batch, loss, options) whose gradients go into the same update; rows of
-        the same length S. The sums of all are divided by the sum of all counts."""
+        `grad_norm`, `lr` and `skipped`, 1 where the gradients were not finite and nothing changed. `more`: further
+        (batch, loss, options) whose gradients go into the same update; rows of the same length S. The sums of all are
+        divided by the sum of all counts.
+
+        Raises UserError, on every rank, when the optimizer's `patience` is at an end."""
         gradients.hold()
         for chunk in self.chunks:
             chunk.train()
@@ -121,7 +129,15 @@ class Engine:
         grad_norm = self._update()
         gradients.release()
         self.steps += 1
-        return {**self._reduce(parts), "grad_norm": Mean(grad_norm, 1), "lr": Mean(rate, 1)}
+        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+        if self.skipped >= self.optimizer_config.patience:
+            raise UserError(
+                f"{self.role}: {self.skipped} updates in a row, up to update {self.steps}, were skipped, because their "
+                f"gradients are not finite (norm {grad_norm}); resume from an earlier checkpoint with a lower "
+                "optimizer.lr, or look at the data and scores of these updates"
+            )
+        numbers = {"grad_norm": grad_norm, "lr": rate, "skipped": float(self.skipped > 0)}
+        return self._reduce(parts) | {name: Mean(value, 1) for name, value in numbers.items()}
 
     def evaluate(self, batch: Sequences, loss: Loss, **options) -> dict[str, Metric]:
         """The metrics of `loss` on the global batch without an update, on every rank."""
@@ -230,8 +246,8 @@ class Engine:
     def sharded_state(
         self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Weights (but those whose names begin with one of `fresh`) and, if this engine trains, optimizer and step
-        count, as megatron's sharded state dict."""
+        """Weights (but those whose names begin with one of `fresh`) and, if this engine trains, optimizer and
+        counts of updates, as megatron's sharded state dict."""
         self.sync_params()
         state = {
             part: {name: value for name, value in weights.items() if not name.startswith(fresh)}
@@ -241,7 +257,7 @@ class Engine:
             state["optimizer"] = self.optimizer.sharded_state_dict(
                 self._sharded_weights(), is_loading=loading, metadata=_metadata()
             )
-            state["steps"] = self.steps
+            state |= {"steps": self.steps, "skipped": self.skipped}
         return state
 
     def _sharded_weights(self) -> dict[str, Any]:
@@ -263,6 +279,7 @@ class Engine:
         else:
             self.optimizer.load_state_dict(state["optimizer"])
             self.steps = state["steps"]
+            self.skipped = state.get("skipped", 0)  # older checkpoints do not have it
 
 
 def _metadata() -> dict[str, Any]:

@@ -30,6 +30,7 @@ class OptimizerConfig:
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0  # global norm; 0 turns clipping off
+    patience: int = 3  # an update whose gradients are not finite is skipped; so many in a row stop the run
 
     def __post_init__(self):
         if self.lr <= 0:
@@ -43,6 +44,8 @@ class OptimizerConfig:
                 raise ValueError(f"{name}: must not be negative")
         if self.eps <= 0:
             raise ValueError(f"eps: must be positive, not {self.eps}")
+        if self.patience < 1:
+            raise ValueError(f"patience: must be at least 1, not {self.patience}")
 
     def check(self, total_steps: int, key: str = "optimizer") -> None:
         """Refuse (UserError) a warm-up that is longer than a run of `total_steps` updates. `key` names the section."""
@@ -66,7 +69,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def epsilon(config: OptimizerConfig, step: int) -> float:
-    """Adam's epsilon for update `step` (from 0).
+    """Adam's epsilon for the update after `step` others.
 
     TensorFlow 1 adds it to the uncorrected sqrt(v): lr_t m / (sqrt(v) + eps), lr_t = lr sqrt(1 - b2^t) / (1 - b1^t).
     That is the usual corrected update with eps / sqrt(1 - b2^t) in place of eps, so any fused Adam computes it.
@@ -110,9 +113,15 @@ def build(
 
 
 def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Write the learning rate and epsilon of update `step` into the parameter groups; returns the rate."""
+    """Write what update `step` (from 0) of `total_steps` needs into the parameter groups; returns the learning rate.
+
+    Epsilon belongs to Adam's own count, which skipped updates do not raise. Weight decay is written too: megatron gives
+    a group nothing but its factor, 0 for biases and norms, and leaves it to its scheduler, which is not used here. A
+    resumed optimizer's groups are those of its checkpoint.
+    """
     rate = learning_rate(config, step, total_steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
-        group["eps"] = epsilon(config, step)
+        group["eps"] = epsilon(config, int(group.get("step", 0)))  # no step: before the first, or without parameters
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return rate

@@ -54,6 +54,7 @@ def build(
         chunks,
         config,
         topology,
+        role=role,
         micro_batch_size=micro_batch_size,
         optimizer=optimizer,
         total_steps=total_steps,

@@ -62,6 +62,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Value loss", "", {"ppo/loss/value": "loss"}),
         Chart("Loss of both heads", "policy + value", {"ppo/loss/total": "loss"}),
         Chart("Gradient norm", "before clipping", {"grad_norm": "model", "ppo/val/grad_norm": "critic"}),
+        Chart("Skipped updates", "share", {"skipped": "model", "ppo/val/skipped": "critic"}, exact=True),
         Chart("Learning rate", "", {"lr": "model", "ppo/val/lr": "critic"}, exact=True),
     ),
     "Validation": (

@@ -165,7 +165,7 @@ def learn(players: Players, minibatch: Experience, settings: Any) -> dict[str, M
     if critic is None:
         return means
     value = critic.step(minibatch, partial(ppo.value_loss, config=algorithm))
-    rename = {"grad_norm": "ppo/val/grad_norm", "lr": "ppo/val/lr"}
+    rename = {name: f"ppo/val/{name}" for name in ("grad_norm", "lr", "skipped")}
     return means | {rename.get(name, name): metric for name, metric in value.items()}
 
 
