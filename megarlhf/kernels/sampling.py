@@ -58,7 +58,9 @@ class Draw:
     temperature: float = 1.0
     greedy: bool = False  # the most probable token, the lowest id among equals
     top_k: int = 0  # only the k most probable tokens, and what equals the k-th; 0: all
-    top_p: float = 1.0  # only the most probable tokens that together have this probability
+    # Only the most probable tokens that together have this probability, and what equals the last of them (transformers
+    # cuts within equals, by their place in its sort). 1: all.
+    top_p: float = 1.0
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature > 0):

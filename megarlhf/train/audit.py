@@ -8,29 +8,41 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from megarlhf import records
+from megarlhf.models.locate import find_model
+from megarlhf.train.state import RUN_FILE
+
+if TYPE_CHECKING:
+    from megarlhf.experience.reward import SourceConfig
+
+# What no setting changes: stated, not compared. docs/ppo-details.md names the tests.
+BUILT_IN = (
+    ("G1", "reward and value heads read query + response, one number a token"),
+    ("G3", "position ids follow the mask"),
+    ("G5", "the learning rate changes with every update; the original's with every batch"),
+    ("G6", "noise is keyed by the sequence; the original's by the rank"),
+    ("R1", "scores are read at the last counted token; the original's in the last column"),
+    ("R2", "a reward head starts from normal(0, 1 / sqrt(d + 1))"),
+    ("P1", "log-probs are of logits divided by the temperature"),
+)
 
 
 def details(settings: Any) -> list[tuple[str, str, Any, Any]]:
-    """(number, what, its value in `settings`, the 2019 original's) of a `PPORunConfig`."""
+    """(number, what, its value in `settings`, the 2019 original's) of a `PPORunConfig`: what it can change."""
     s, kl, adam = settings.sampler, settings.ppo.kl, settings.optimizer
     shared = settings.critic.kind == "shared"
     value_start = "zero head" if shared or settings.critic.checkpoint is None else settings.critic.checkpoint
     return [
-        ("G1", "reward and value heads read query + response, one number a token", "always", "always"),
         ("G2", "query length; padding is never a sampled id", settings.prompts.length, 64),
-        ("G3", "position ids follow the mask", "always", "always"),
         ("G4", "response length", s.response_length, 24),
         ("G4", "sampling goes on past EOS", not s.stop_at_eos, True),
         ("G4", "temperature, top_k, top_p", (s.temperature, s.top_k, s.top_p), (0.7, 0, 1.0)),
         ("G5", "learning rate schedule", adam.schedule, "linear"),
-        ("G6", "noise keyed by", "sequence id", "rank"),
-        ("R1", "score read at", "last counted token", "last token"),
-        ("R2", "reward head's start", "normal(0, 1 / sqrt(d + 1))", "normal(0, 1 / sqrt(d + 1))"),
-        ("R3", "reward normalised before and after its training", "megarlhf reward", "always"),
-        ("P1", "logits divided by the temperature in log-probs", "always", "always"),
+        ("R3", "reward model normalised before and after its training", _normalised(settings.scoring.sources), True),
         ("P2", "value head's start", value_start, "zero head"),
         ("P2", "critic", settings.critic.kind, "shared"),
         ("P3", "queries start and end with", (settings.prompts.start_text, settings.prompts.end_text), (".", ".")),
@@ -59,16 +71,28 @@ def table(settings: Any) -> list[str]:
     for number, what, value, original in details(settings):
         differs = "" if value == original else f"   * {_shown(original)}"
         lines.append(f"  {number:<4} {what:<64} {_shown(value)}{differs}")
-    return lines
+    return [*lines, "built in, without a switch:", *(f"  {number:<4} {what}" for number, what in BUILT_IN)]
 
 
 def save(settings: Any, path: Path) -> None:
-    """The audit as JSON, values as `table` shows them: what `megarlhf report` reads."""
+    """The audit as JSON, values as `table` shows them: what `megarlhf report` reads. What is built in has none."""
     rows = [
         {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
         for number, what, value, original in details(settings)
     ]
+    rows += [{"detail": number, "what": what, "value": "", "original": ""} for number, what in BUILT_IN]
     records.replace(path, json.dumps(rows, indent=1) + "\n")
+
+
+def _normalised(sources: tuple[SourceConfig, ...]) -> bool | str | None:
+    """Whether the reward models among `sources` are, by the configurations of the runs that trained them; None without
+    reward models, "unknown" where there is no such configuration."""
+    paths = [source.checkpoint for source in sources if source.checkpoint is not None]
+    try:
+        runs = [yaml.safe_load((find_model(path, "reward").parent / RUN_FILE).read_text()) for path in paths]
+        return all(run["normalization"] is not None for run in runs) if runs else None
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
+        return "unknown"
 
 
 def _shown(value: Any) -> str:

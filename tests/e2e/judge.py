@@ -13,3 +13,7 @@ def score(prompts, responses):
 
 def nan(prompts, responses):
     return [float("nan")] * len(prompts)
+
+
+def huge(prompts, responses):
+    return [1e30] * len(prompts)
