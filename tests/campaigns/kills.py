@@ -220,8 +220,8 @@ def a_run(name: str, ranks: int, count: int, place: Place, rng: random.Random) -
             problems.append(f"status {attempt.process.returncode}: {attempt.log}")
         break
     problems += differences(run, straight)
-    for kill in kills:
-        kill.problems += problems
+    for kill in kills:  # what is wrong in the end is told once
+        kill.problems += problems if kill is kills[-1] else ["see the last kill of this run"] if problems else []
         yield kill
 
 
