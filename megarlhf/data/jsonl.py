@@ -91,7 +91,7 @@ def _refuse_other_formats(path: str, line: bytes) -> None:
     if line.strip() == b"[" or line.replace(b" ", b"").startswith(b"[{"):
         raise UserError(f"{path}:1: is a JSON array, not JSONL; write each object on a line of its own (jq -c '.[]')")
     if line.strip() == b"{":
-        raise UserError(f"{path}:1: an object goes over several lines; write each on a line of its own (jq -c .)")
+        raise UserError(f"{path}:1: not JSON (an object over several lines); write each on its own line (jq -c .)")
 
 
 _EXPORT = "export it as one JSON object a line"

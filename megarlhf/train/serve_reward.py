@@ -100,7 +100,8 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
         raise UserError("tokenizer: the reward model comes without one; give a directory or a .model file")
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
-    check_length(architecture, settings.max_length, "max_length")
+    if architecture.position_embedding == "learned":  # rotary models read what a policy may have sampled
+        check_length(architecture, settings.max_length, "max_length")
     backend.install()
     backend.join(rendezvous, backend.open_store(rendezvous))
     engine = scoring.load_reward_model(
