@@ -11,6 +11,7 @@ data-parallel ranks, so gradients do not depend on how a batch is cut.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -103,19 +104,20 @@ class Engine:
 
     def forward(self, batch: Sequences, **options) -> Outputs:
         """The head's outputs for this data-parallel rank's rows, (B, R) each, on every rank of its model; no gradients,
-        no dropout. `options` go to the head (temperature, with_entropy)."""
+        no dropout. Any number of rows will do. `options` go to the head (temperature, with_entropy)."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            parts = self._run((batch, None, options), forward_only=True)
-        outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+            parts = self._run((self._filled(batch), None, options), forward_only=True)
+        outputs = {name: torch.cat([part[name] for part in parts])[: len(batch)] for name in parts[0]} if parts else {}
         return self._from_last_stage(outputs)
 
     def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
         """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
         `grad_norm`, `lr` and `skipped`, 1 where the gradients were not finite and nothing changed. `more`: further
         (batch, loss, options) whose gradients go into the same update; rows of the same length S. The sums of all are
-        divided by the sum of all counts.
+        divided by the sum of all counts. The rows of each must make whole micro-batches, and these whole groups
+        (`ParallelConfig.group`): nothing is computed for show.
 
         Raises UserError, on every rank, when the optimizer's `patience` is at an end."""
         gradients.hold()
@@ -124,7 +126,9 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._seed_dropout()
-        parts = self._run((batch, loss, options), *more)
+        # `batch` comes last: overlapped reductions wait for a gradient of every weight in the last micro-batch, and the
+        # loss of a further part need not read all heads.
+        parts = self._run(*more, (batch, loss, options))
         rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
         grad_norm = self._update()
         gradients.release()
@@ -140,11 +144,11 @@ class Engine:
         return self._reduce(parts) | {name: Mean(value, 1) for name, value in numbers.items()}
 
     def evaluate(self, batch: Sequences, loss: Loss, **options) -> dict[str, Metric]:
-        """The metrics of `loss` on the global batch without an update, on every rank."""
+        """The metrics of `loss` on the global batch without an update, on every rank. Any number of rows will do."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            return self._reduce(self._run((batch, loss, options), forward_only=True))
+            return self._reduce(self._run((self._filled(batch), loss, options), forward_only=True))
 
     @torch.no_grad()
     def follow(self, other: Engine, decay: float) -> None:
@@ -155,6 +159,15 @@ class Engine:
                 own.lerp_(its.to(own.dtype), 1 - decay)
 
     # ------------------------------------------------------------------------------------------- how
+
+    def _filled(self, batch: Sequences) -> Sequences:
+        """`batch` with as many more rows as the schedule needs: copies of the last one in which nothing counts."""
+        rows, step = len(batch), self.micro_batch_size * self.topology.parallel.group
+        if rows % step == 0:
+            return batch
+        index = torch.arange(-(-rows // step) * step, device=batch.tokens.device)
+        filled = batch.select(index.clamp(max=rows - 1))
+        return dataclasses.replace(filled, mask=filled.mask & (index < rows)[:, None])
 
     def _run(self, *parts: Part, forward_only: bool = False) -> list:
         """megatron's schedule over the micro-batches of all parts. One item a micro-batch on the last stage, elsewhere

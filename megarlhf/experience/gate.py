@@ -7,6 +7,7 @@ is read. Each check below measures one such difference on the first rollout and 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from megarlhf.config import UserError
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
-PADDING = 8  # columns added on the left by the padding check
+PADDING = 8  # columns added on the left by the padding check, at least
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class GateConfig:
     enabled: bool = True
     every: int = 0  # also before every so many further steps; 0: only before the first
     tolerance: float | None = None  # nats; default: 1e-4 in fp32, 0.03 in bf16
-    rows: int = 64  # of this rank's rollout, rounded to whole micro-batches, for the checks that compute again
+    rows: int = 64  # of this rank's rollout, for the checks that compute again
 
     def __post_init__(self):
         if self.rows < 1 or self.every < 0:
@@ -54,8 +55,8 @@ def check(
     """
     tolerance = config.tolerance or (1e-4 if actor.config.params_dtype is torch.float32 else 0.03)
     mask = rollout.mask
-    size = max(1, min(config.rows, len(rollout)) // actor.micro_batch_size) * actor.micro_batch_size
-    some, part = rollout.select(slice(size)), mask[:size]
+    some, before = rollout.select(slice(config.rows)), signals.logprobs[: config.rows]
+    columns = math.lcm(PADDING, actor.topology.parallel.tensor)  # sequence parallelism cuts rows into equal parts
 
     def logprobs(rows: Rollout) -> Tensor:
         return actor.forward(rows, temperature=temperature)["logprobs"]
@@ -67,15 +68,15 @@ def check(
             "or (in bf16) a tolerance that is too tight",
         ),
         "ratio": (
-            _difference(logprobs(some), signals.logprobs[:size], part, actor),
+            _difference(logprobs(some), before, some.mask, actor),
             "the same weights give two answers, so the first ratio is not 1: dropout or a random operation",
         ),
         "padding": (
-            _difference(logprobs(_padded(some)), signals.logprobs[:size], part, actor),
+            _difference(logprobs(_padded(some, columns)), before, some.mask, actor),
             "padding changes the result: an attention kernel that ignores the mask, or positions counted over padding",
         ),
         "micro_batch": (
-            _difference(_in_micro_batches(actor, some, 1, logprobs), signals.logprobs[:size], part, actor),
+            _difference(_in_micro_batches(actor, some, 1, logprobs), before, some.mask, actor),
             "the micro-batch size changes the result: rows are not independent of each other",
         ),
     }
@@ -100,13 +101,13 @@ def _difference(left: Tensor, right: Tensor, mask: Tensor, engine: Engine) -> fl
     return (sums[0] / sums[1]).item()
 
 
-def _padded(rows: Rollout) -> Rollout:
-    """The same rows behind `PADDING` more columns of padding."""
+def _padded(rows: Rollout, columns: int) -> Rollout:
+    """The same rows behind so many more columns of padding."""
     return dataclasses.replace(
         rows,
-        tokens=F.pad(rows.tokens, (PADDING, 0), value=int(rows.tokens[0, 0])),
-        segments=F.pad(rows.segments, (PADDING, 0)),
-        prompt_len=rows.prompt_len + PADDING,
+        tokens=F.pad(rows.tokens, (columns, 0), value=int(rows.tokens[0, 0])),
+        segments=F.pad(rows.segments, (columns, 0)),
+        prompt_len=rows.prompt_len + columns,
     )
 
 

@@ -166,23 +166,14 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
             f"sampler.samples_per_prompt: {samples} does not divide the {training.batch_size // data_size} responses "
             "of a data-parallel rank; change it or training.batch_size"
         )
-    micro_batches = training.batch_size // share
-    if sizes.virtual_pipeline is not None and micro_batches % sizes.pipeline:
-        raise UserError(
-            f"training.micro_batch_size: the interleaved schedule needs a multiple of {sizes.pipeline} micro-batches a "
-            f"rank and minibatch, not {micro_batches}; change it or training.batch_size"
-        )
+    sizes.check_micro_batches("training.batch_size", training.batch_size // share)
     settings.optimizer.check(training.updates)
     if settings.critic.optimizer is not None:
         settings.critic.optimizer.check(training.updates, "critic.optimizer")
     if settings.model.dropout:
         raise UserError("model.dropout: must be 0 for PPO, in sampling and in training (detail P4)")
     length = settings.prompts.length + settings.sampler.response_length
-    if length % sizes.tensor and sizes.sequence:
-        raise UserError(
-            f"prompts.length: prompt and response of {length} tokens cannot be cut into parallel.tensor {sizes.tensor} "
-            "equal parts for sequence parallelism; change prompts.length or sampler.response_length"
-        )
+    sizes.check_length("prompts.length", length)
     if settings.ppo.score_position == "last" and settings.sampler.stop_at_eos:
         raise UserError(
             "ppo.score_position: 'last' is the last token of the fixed length, but sampler.stop_at_eos ends responses "
@@ -234,6 +225,7 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
                 f"ptx.batch_size: {settings.ptx.batch_size} is not a multiple of micro_batch_size "
                 f"{training.micro_batch_size} x {data_size} data-parallel ranks = {rows}; change one of them"
             )
+        sizes.check_micro_batches("ptx.batch_size", settings.ptx.batch_size // rows)
         if settings.ptx.data.max_length > length:
             raise UserError(
                 f"ptx.data.max_length: {settings.ptx.data.max_length} is more than a prompt and a response of {length} "

@@ -21,6 +21,8 @@ from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
+from megarlhf.experience import sampler
+from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.log import Log
 from megarlhf.models.spec import ModelConfig, check_length
 from megarlhf.optim import OptimizerConfig
@@ -50,10 +52,16 @@ class NormalizationConfig:
             raise ValueError(f"samples: must be at least 2, not {self.samples}")
         if self.std <= 0:
             raise ValueError(f"std: must be positive, not {self.std}")
-        if self.response_length < 1:
-            raise ValueError(f"response_length: must be at least 1, not {self.response_length}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature: must be positive, not {self.temperature}")
+        self.sampler(1)  # which checks its part
+
+    def sampler(self, micro_batch_size: int) -> SamplerConfig:
+        """How the responses are sampled."""
+        return SamplerConfig(
+            response_length=self.response_length,
+            stop_at_eos=self.stop_at_eos,
+            temperature=self.temperature,
+            micro_batch_size=micro_batch_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,11 +128,11 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
     if settings.normalization is None:
         notes.append("scores are not normalised (detail R3): the section normalization is not set")
     else:
-        samples, share = settings.normalization.samples, micro * settings.parallel.data(world_size)
-        if samples % share:
+        samples, data_size = settings.normalization.samples, settings.parallel.data(world_size)
+        if samples % data_size:
             raise UserError(
-                f"normalization.samples: {samples} is not a multiple of micro_batch_size x data-parallel ranks = "
-                f"{share}; change one of them"
+                f"normalization.samples: {samples} cannot be shared evenly by {data_size} data-parallel ranks; make it "
+                f"a multiple of {data_size}"
             )
         if start.source is None:
             raise UserError("normalization: samples from the SFT model, so it needs model.checkpoint; give one")
@@ -134,6 +142,14 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, micro_batch=micro,
             rows=samples // settings.parallel.data(world_size), sampled=micro,
         )  # fmt: skip
+        settings.parallel.check_length("normalization.prompts.length", length)
+        sampler.check(
+            settings.normalization.sampler(micro),
+            start.architecture,
+            prompt_length=settings.normalization.prompts.length,
+            eos_id=start.tokenizer.eos_id,
+            pad_id=start.architecture.vocab_size,
+        )
         prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts)
         notes.append(report.summary())
     total = settings.training.total_steps(len(training))
@@ -205,21 +221,15 @@ def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:
 def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
     """This data-parallel rank's share of the responses that scores are normalised over, from the SFT model, which is
     gone afterwards."""
-    from megarlhf.experience.sampler import Sampler, SamplerConfig
     from megarlhf.models.build import build
 
     normalization, start = settings.normalization, plan.start
     options = setup.model_options(settings, trains=False, total_steps=1)
     policy = build("reference", start.architecture, topology, **options)
     checkpoint.load(policy, start.source, weights_only=True)
-    sampler = Sampler(
+    policy_sampler = Sampler(
         policy,
-        SamplerConfig(
-            response_length=normalization.response_length,
-            stop_at_eos=normalization.stop_at_eos,
-            temperature=normalization.temperature,
-            micro_batch_size=settings.training.micro_batch_size,
-        ),
+        normalization.sampler(settings.training.micro_batch_size),
         prompt_length=normalization.prompts.length,
         seed=settings.seed,
         eos_id=start.tokenizer.eos_id,
@@ -228,12 +238,12 @@ def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
         plan.prompts,
         length=normalization.prompts.length,
         global_batch=normalization.samples,
-        pad_id=sampler.pad_id,
+        pad_id=policy_sampler.pad_id,
         dp_rank=topology.data_rank,
         dp_size=topology.data_size,
         seed=settings.seed,
     )
-    return sampler.sample(prompts.batch(0))
+    return policy_sampler.sample(prompts.batch(0))
 
 
 def normalise(engine: Engine, samples: Rollout, target: NormalizationConfig) -> tuple[float, float]:

@@ -125,13 +125,12 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
 
     def score(prompts: list[str], responses: list[str]) -> list[float]:
         rows = [encode(*pair) for pair in zip(prompts, responses, strict=True)]
-        count, length = len(rows), max(map(len, rows))
-        rows += rows[:1] * (-count % settings.micro_batch_size)
+        length = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(1, length) < lengths[:, None]  # final_scores reads the last
         outputs = engine.forward(Sequences(tokens=tokens, mask=mask))
-        return final_scores(outputs["scores"], mask.to(outputs["scores"].device))[:count].tolist()
+        return final_scores(outputs["scores"], mask.to(outputs["scores"].device)).tolist()
 
     return score
 

@@ -46,11 +46,7 @@ class TrainingConfig:
                 f"training.global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
                 f"{self.micro_batch_size} x {data_size} data-parallel ranks = {share}; change one of them"
             )
-        if parallel.virtual_pipeline is not None and (self.global_batch_size // share) % parallel.pipeline:
-            raise UserError(
-                f"training.global_batch_size: the interleaved schedule needs a multiple of {parallel.pipeline} "
-                f"micro-batches a rank, not {self.global_batch_size // share}; change it or micro_batch_size"
-            )
+        parallel.check_micro_batches("training.global_batch_size", self.global_batch_size // share)
 
 
 @dataclass(frozen=True)

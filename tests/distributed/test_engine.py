@@ -28,7 +28,13 @@ def train(cases):
                 batch = share(examples(left_padded=left_padded, seed=step), topology)
                 means = engine.step(batch, sft_loss)
                 steps.append((means["loss"].value, means["grad_norm"].value))
-            logprobs = engine.forward(share(examples(seed=9), topology))["logprobs"]
+            rows = share(examples(seed=9), topology)
+            logprobs = engine.forward(rows)["logprobs"]
+            few = rows.select(slice(3))  # neither whole micro-batches nor a multiple of the stages
+            assert (engine.forward(few)["logprobs"] - logprobs[:3]).abs().max() < 2e-5
+            sums = torch.stack([-(logprobs[:3] * few.mask).sum(), few.mask.sum()])
+            torch.distributed.all_reduce(sums, group=topology.data_group)
+            assert engine.evaluate(few, sft_loss)["loss"].value == pytest.approx((sums[0] / sums[1]).item(), rel=1e-5)
             results.append((steps, full_weights(engine), (topology.data_rank, logprobs)))
     return results
 

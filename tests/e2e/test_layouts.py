@@ -1,0 +1,250 @@
+"""Whole programs under many layouts: reward with its normalisation, PPO and generate give the numbers of one rank with
+three and four pipeline stages, the interleaved schedule, four tensor ranks, all kinds of parallelism at once, several
+samples a prompt and overlapped communication. A run that four stages wrote goes on under any other layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf import config
+from megarlhf.checkpoint import CheckpointConfig, Checkpoints
+from megarlhf.config import UserError
+from tests.distributed.layouts import GPT2, LLAMA, layout
+from tests.e2e import runs
+from tests.ranks import ROOT
+
+# Twelve layers are shared evenly by 2, 3, 4, 6 and 12 (virtual) stages. The weights are large, so that distributions
+# are far from flat.
+SIZES = dict(num_layers=12, hidden_size=48, ffn_hidden_size=72, num_attention_heads=12, num_query_groups=12,
+             vocab_size=300, init_std=0.1)  # fmt: skip
+MODELS = {"llama": dataclasses.replace(LLAMA, **SIZES), "gpt2": dataclasses.replace(GPT2, **SIZES)}
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+# number of ranks: {name: (parallel, micro-batch size, models)}. A batch has 24 rows.
+LAYOUTS = {
+    1: {"one": ({}, 12, "llama gpt2")},
+    2: {
+        "pp2 vp2": (dict(pipeline=2, virtual_pipeline=2), 6, "llama"),
+        "dp2 overlap": (OVERLAP, 6, "gpt2"),
+    },
+    3: {
+        "pp3": (dict(pipeline=3), 8, "gpt2"),
+        "pp3 vp2": (dict(pipeline=3, virtual_pipeline=2), 4, "llama"),
+        "tp3 sequence": (dict(tensor=3, sequence=True), 12, "gpt2"),
+    },
+    4: {
+        "pp4": (dict(pipeline=4), 8, "llama gpt2"),
+        "pp4 vp3": (dict(pipeline=4, virtual_pipeline=3), 6, "gpt2"),
+        "tp4 sequence": (dict(tensor=4, sequence=True), 12, "llama"),
+        "pp2 vp2 dp2 overlap": (dict(pipeline=2, virtual_pipeline=2, **OVERLAP), 6, "llama"),
+    },
+    8: {
+        "tp2 pp2 dp2": (dict(tensor=2, sequence=True, pipeline=2), 6, "llama"),
+        "pp4 dp2 overlap": (dict(pipeline=4, **OVERLAP), 4, "gpt2"),
+    },
+}
+NAMES = {name: size for size, named in LAYOUTS.items() for name in named}
+
+
+def save_model(directory, family):
+    """A random model with its tokenizer, where `megarlhf sft` would have left one."""
+    from megarlhf.data.tokenizer import load_tokenizer
+    from megarlhf.models.build import build
+
+    with layout() as topology:
+        engine = build("actor", MODELS[family], topology, micro_batch_size=1, dtype="fp32", seed=3)
+
+        def write(path):
+            MODELS[family].save(path / "actor")
+            load_tokenizer(directory / "reviews.model").save(path / "tokenizer")
+
+        Checkpoints(directory / family, CheckpointConfig()).save(1, {"actor": engine}, {}, write)
+
+
+def run_programs(cases):
+    """[(program, YAML, overrides)] on these ranks, one after the other."""
+    import torch.distributed as dist
+
+    for program, path, overrides in cases:
+        module = importlib.import_module(f"megarlhf.train.{program}")
+        kind = {"reward": "RewardConfig", "ppo": "PPORunConfig", "generate": "GenerateConfig"}[program]
+        settings = config.load(getattr(module, kind), path, overrides, presets=getattr(module, "PRESETS", None))
+        plan = module.check(settings, dist.get_world_size())
+        with layout(**dataclasses.asdict(settings.parallel)) as topology:
+            (module.generate if program == "generate" else module.run)(settings, plan, topology)
+
+
+@pytest.fixture(scope="module")
+def directory(ranks, tmp_path_factory) -> Path:
+    return prepare(ranks, tmp_path_factory.mktemp("layouts"))
+
+
+def prepare(ranks, path: Path) -> Path:
+    """Models, data, and the configurations of the three programs: Llama with a critic of its own, and GPT-2 (tied
+    embeddings, learned positions) with everything that is optional."""
+    runs.prepare(path)
+    reviews = runs.reviews
+    for family in MODELS:
+        ranks.run(1, save_model, path, family)
+    prompts = [{"prompt": review.prompt} for review in reviews.reviews(31, seed=5)]
+    pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
+             for prompt, better, worse in reviews.preferences(29, seed=6)]  # fmt: skip
+    for name, rows in (("prompts", prompts), ("pairs", pairs)):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    optimizer = {"lr": 1e-3, "eps": 1e-4, "schedule": "linear"}
+    draw = {"response_length": 4, "stop_at_eos": True, "temperature": 0.8}
+    ask = {"path": str(path / "prompts.jsonl"), "length": 8}
+    write(path / "reward.yaml", {
+        "run": "", "model": {"checkpoint": str(path / "llama"), "dtype": "fp32"},
+        "data": {"train": str(path / "pairs.jsonl"), "validation": str(path / "pairs.jsonl"), "max_length": 64},
+        "normalization": {"prompts": ask, "response_length": 4, "samples": 10},
+        "optimizer": optimizer,
+        "training": {"global_batch_size": 24, "steps": 1},
+    })  # fmt: skip
+    ppo = {
+        "run": "", "prompts": ask, "sampler": draw | {"samples_per_prompt": 2},
+        "scoring": {"sources": [{"checkpoint": str(path / "reward one")},
+                                {"function": f"{ROOT}/tests/e2e/judge.py:score", "weight": 0.5}]},
+        "ppo": {"whiten_rewards": True},
+        "gate": {"rows": 7},
+        "training": {"steps": 2, "batch_size": 24, "epochs": 2},
+        "optimizer": optimizer,
+        "checkpoint": {"every": 1},
+        "log": {"samples": 24, "samples_every": 1},
+    }  # fmt: skip
+    text = {"train": str(path / "train.jsonl"), "max_length": 12}
+    optional = {
+        "critic": {"kind": "shared"}, "average": 0.5, "reference": {"on_host": True},
+        "ptx": {"data": text, "coef": 0.5, "batch_size": 24}, "ppo": {"kl": {"estimator": "exact"}},
+    }  # fmt: skip
+    for family in MODELS:
+        model = {"checkpoint": str(path / family), "dtype": "fp32"}
+        write(path / f"{family}.ppo.yaml", ppo | {"model": model} | (optional if family == "gpt2" else {}))
+        write(path / f"{family}.generate.yaml", {
+            "checkpoint": str(path / f"{family} one"), "out": "", "dtype": "fp32", "prompts": ask,
+            "sampler": draw | {"samples_per_prompt": 2, "micro_batch_size": 4},
+        })  # fmt: skip
+    return path
+
+
+def write(path: Path, values: dict) -> None:
+    path.write_text(yaml.safe_dump(values))
+
+
+def cases(directory: Path, name: str) -> list:
+    """All programs under one layout, each from what one rank left."""
+    sizes, micro, families = LAYOUTS[NAMES[name]][name]
+    common = [f"parallel.{key}={json.dumps(value)}" for key, value in sizes.items()]
+    batches = [*common, f"training.micro_batch_size={micro}"]
+    made = []
+    for family in families.split():
+        if family == "llama":
+            made.append(("reward", directory / "reward.yaml", [*batches, f"run={directory / f'reward {name}'}"]))
+        ppo = [*batches, "sampler.micro_batch_size=6", f"run={directory / f'{family} {name}'}"]
+        out = [*common, f"out={directory / f'{family} {name}.jsonl'}"]
+        made += [
+            ("ppo", directory / f"{family}.ppo.yaml", ppo),
+            ("generate", directory / f"{family}.generate.yaml", out),
+        ]
+    return made
+
+
+def numbers(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "tokens_per_second", "step_seconds")
+    return [{key: value for key, value in record.items() if not key.startswith(clocks)} for record in records]
+
+
+def same(found: list[dict], expected: list[dict], name: str) -> None:
+    assert len(found) == len(expected) > 0
+    for got, one in zip(found, expected, strict=True):
+        assert got.keys() == one.keys(), name
+        for key in one:
+            assert got[key] == pytest.approx(one[key], rel=1e-3, abs=2e-6), (name, one["step"], key)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def responses(samples: list[dict]) -> list[str]:
+    return [sample["response"] for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def truth(ranks, directory) -> Path:
+    ranks.run(1, run_programs, cases(directory, "one"))
+    return directory
+
+
+@pytest.mark.parametrize("world_size", [size for size in LAYOUTS if size > 1])
+def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
+    ranks.run(world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)])
+    for name, (_, _, families) in LAYOUTS[world_size].items():
+        for run in [*families.split(), *(["reward"] if "llama" in families else [])]:
+            same(numbers(truth / f"{run} {name}"), numbers(truth / f"{run} one"), f"{run} {name}")
+        for family in families.split():
+            found, expected = (lines(truth / f"{family} {of}.jsonl") for of in (name, "one"))
+            assert len(found) == 2 * 31
+            assert [line["tokens"] for line in found] == [line["tokens"] for line in expected], (family, name)
+            found, expected = (lines(truth / f"{family} {of}" / "samples.jsonl") for of in (name, "one"))
+            rows = len(found) // 2  # of a step: those of the first data-parallel rank
+            assert rows in (12, 24) and len(expected) == 2 * 24
+            assert responses(found) == responses(expected[:rows] + expected[24 : 24 + rows]), (family, name)
+
+
+def test_what_four_stages_wrote_goes_on_elsewhere(ranks, truth):
+    """From step 1 of 2, with optimizers, an averaged model, and a reward model of the interleaved schedule."""
+    judge = {"function": f"{ROOT}/tests/e2e/judge.py:score", "weight": 0.5}
+    scoring = {"sources": [{"checkpoint": str(truth / "reward pp3 vp2")}, judge]}
+    for family, size, sizes in (("gpt2", 1, {}), ("llama", 3, dict(pipeline=3))):
+        run = truth / f"{family} resumed"
+        shutil.copytree(truth / f"{family} pp4", run)
+        shutil.rmtree(run / "checkpoints" / "step_00000002")
+        (run / "checkpoints" / "latest").write_text("step_00000001\n")
+        overrides = [f"parallel.{key}={json.dumps(value)}" for key, value in sizes.items()]
+        overrides += [f"run={run}", "training.micro_batch_size=8", f"scoring={json.dumps(scoring)}"]
+        ranks.run(size, run_programs, [("ppo", truth / f"{family}.ppo.yaml", overrides)])
+        same(numbers(run)[1:], numbers(truth / f"{family} one")[1:], f"{family} resumed")
+
+
+REFUSED = {  # on 2 ranks, before there is a process group
+    "ppo batch": ("ppo", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=8"],
+                  "training.batch_size: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of 2 "
+                  "micro-batches a rank and update, not 3"),
+    "ptx batch": ("ppo", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=6", "ptx.batch_size=18"],
+                  "ptx.batch_size: the interleaved schedule"),
+    "reward batch": ("reward", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=8"],
+                     "training.global_batch_size: the interleaved schedule"),
+    "samples": ("reward", [], ["normalization.samples=9"],
+                "normalization.samples: 9 cannot be shared evenly by 2 data-parallel ranks"),
+    "ppo length": ("ppo", ["tensor=2", "sequence=true"], ["prompts.length=9"],
+                   "prompts.length: prompt and response of 13 tokens cannot be cut into parallel.tensor 2 equal parts"),
+    "normalization length": ("reward", ["tensor=2", "sequence=true"], ["normalization.response_length=5"],
+                             "normalization.prompts.length: prompt and response of 13 tokens cannot be cut"),
+    "response length": ("reward", [], ["normalization.response_length=0"],
+                        "normalization.response_length: must be at least 1, not 0"),
+    "positions": ("reward", [], ["model.checkpoint=gpt2", "normalization.response_length=90"],
+                  "response_length: prompts of 8 tokens and responses of 90 need 98 positions, but the model has 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layout_cannot_run_is_refused_before_it_starts(truth, monkeypatch, name):
+    program, sizes, more, message = REFUSED[name]
+    monkeypatch.chdir(truth)  # where models are
+    module = importlib.import_module(f"megarlhf.train.{program}")
+    path = truth / ("gpt2.ppo.yaml" if program == "ppo" else "reward.yaml")
+    overrides = ["run=refused", "training.micro_batch_size=2", *(f"parallel.{size}" for size in sizes), *more]
+    with pytest.raises(UserError) as caught:
+        kind = {"reward": "RewardConfig", "ppo": "PPORunConfig"}[program]
+        settings = config.load(getattr(module, kind), path, overrides, presets=getattr(module, "PRESETS", None))
+        module.check(settings, 2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
