@@ -116,8 +116,8 @@ class Engine:
         """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
         `grad_norm`, `lr` and `skipped`, 1 where the gradients were not finite and nothing changed. `more`: further
         (batch, loss, options) whose gradients go into the same update; rows of the same length S. The sums of all are
-        divided by the sum of all counts. The rows of each must make whole micro-batches, and these whole groups
-        (`ParallelConfig.group`): nothing is computed for show.
+        divided by the sum of all counts. The rows of each must fill a number of micro-batches that is a multiple of
+        `ParallelConfig.micro_batch_multiple`.
 
         Raises UserError, on every rank, when the optimizer's `patience` is at an end."""
         gradients.hold()
@@ -162,7 +162,7 @@ class Engine:
 
     def _filled(self, batch: Sequences) -> Sequences:
         """`batch` with as many more rows as the schedule needs: copies of the last one in which nothing counts."""
-        rows, step = len(batch), self.micro_batch_size * self.topology.parallel.group
+        rows, step = len(batch), self.micro_batch_size * self.topology.parallel.micro_batch_multiple
         if rows % step == 0:
             return batch
         index = torch.arange(-(-rows // step) * step, device=batch.tokens.device)

@@ -58,8 +58,8 @@ class ParallelConfig:
         return self.virtual_pipeline or 1
 
     @property
-    def group(self) -> int:
-        """Micro-batches that the schedule takes together: their number must be a multiple of this."""
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches that the schedule runs must be a multiple of this."""
         return self.pipeline if self.virtual_pipeline else 1
 
     def data(self, world_size: int) -> int:
@@ -74,9 +74,10 @@ class ParallelConfig:
     def check_micro_batches(self, name: str, count: int) -> None:
         """Refuse (UserError) an update of `count` micro-batches a rank that the schedule cannot run. `name`: the key of
         the configuration that gives the number of rows."""
-        if count % self.group:
+        multiple = self.micro_batch_multiple
+        if count % multiple:
             raise UserError(
-                f"{name}: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of {self.group} "
+                f"{name}: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of {multiple} "
                 f"micro-batches a rank and update, not {count}; change it or training.micro_batch_size"
             )
 
@@ -133,7 +134,7 @@ def start(parallel: ParallelConfig) -> Topology:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
-        # for checkpoints that are gathered on one rank, as ours are not; over NCCL they would need a second network
+        # Megatron gathers some kinds of checkpoints over gloo, which we do not use. On GPUs gloo can fail to connect.
         create_gloo_process_groups=False,
     )
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()

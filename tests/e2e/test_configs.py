@@ -76,7 +76,7 @@ def reduced(settings: Any) -> tuple[list[str], int]:
     small = dataclasses.replace(parallel, tensor=min(parallel.tensor, 2), pipeline=min(parallel.pipeline, 4))
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     data = 2 if overlaps and 2 * small.model <= 8 else 1
-    micro_batches = math.lcm(2, small.group)  # a rank and update
+    micro_batches = math.lcm(2, small.micro_batch_multiple)  # a rank and update
     values: dict[str, Any] = {"parallel.tensor": small.tensor, "parallel.pipeline": small.pipeline}
     values |= {"training.steps": 1, "optimizer.warmup_steps": min(settings.optimizer.warmup_steps, 1)}
     if program == "PPORunConfig":
