@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
+import shutil
 import signal
-import time
+import sys
 
 import pytest
 
 from megarlhf.checkpoint import checksums, steps
 from megarlhf.config import UserError
 
-FILES = 20
+FILES = 2
 
 
 def write(path, content: str, count: int = FILES):
@@ -74,17 +75,32 @@ def test_damaged_state(tmp_path, content):
         steps.read_state(tmp_path)
 
 
-def killed(work, draw: random.Random, most: float) -> None:
-    """`work` in a process of its own, killed within `most` seconds if it takes so long."""
+def killed(work, moment: int, modules=(steps,)) -> bool:
+    """`work` in a process of its own, which is killed before the `moment`-th line of `modules` that it runs; whether it
+    had ended before."""
+    files = {module.__file__ for module in modules}
     pid = os.fork()
     if pid == 0:
+        left = moment
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename not in files:
+                return None
+            left -= event == "line"
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
         try:
             work()
-        finally:
             os._exit(0)
-    time.sleep(draw.uniform(0, most))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL)
+    return status == 0
 
 
 def assert_whole(directory):
@@ -98,39 +114,45 @@ def assert_whole(directory):
     return current
 
 
-def test_kills_while_removing_and_replacing(tmp_path):
-    """Whatever moment a kill comes at: at least one whole directory, of one content, and nothing left but whole ones.
-    Steps go up and come again, as in a run that somebody went back with; the newest two are kept."""
-    draw = random.Random(3)
-    save(tmp_path, 3, "first")
-    done = 0
-    for attempt in range(40):
+def test_a_kill_while_a_step_is_replaced(tmp_path):
+    """Whatever moment it comes at, a whole directory is there to go on from, of one content, even where the step that
+    is saved again is the only one; and the next save succeeds."""
+    before = tmp_path / "before"
+    save(before, 3, "old")
+    own = write(before / "step_00000003.partial", "new")
+    seen = set()
+    for moment in itertools.count(1):
+        directory = shutil.copytree(before, tmp_path / str(moment))
+        final = steps.path_of(directory, 3)
+        ended = killed(
+            lambda directory=directory, final=final: steps.publish(directory / "step_00000003.partial", final, own),
+            moment,
+        )
+        current = assert_whole(directory)
+        contents = {(current / f"file{i}").read_text() for i in range(FILES)}
+        assert contents in ({"old"}, {"new"})
+        seen |= contents
+        if ended:
+            break
+        save(directory, 3, "newer")
+        assert assert_whole(directory) == final and (final / "file0").read_text() == "newer"
+    assert seen == {"old", "new"} and moment > 15
 
-        def work(attempt=attempt):
-            for step in (3, 4, 5, 3):
-                save(tmp_path, step, f"attempt {attempt}")
-                steps.retire(steps.path_of(tmp_path, step), keep=1)
 
-        killed(work, draw, 0.05)
-        debris = [path.name for path in tmp_path.iterdir() if "." in path.name]
-        done += bool(debris)
-        current = assert_whole(tmp_path)
-        assert current is not None
-        assert len({(current / f"file{i}").read_text() for i in range(FILES)}) == 1
-    assert done > 5  # kills did come in the middle
-
-
-def test_a_directory_half_removed_is_not_taken_for_a_whole_one(tmp_path):
-    draw = random.Random(4)
-    for step in range(1, 12):
-        write(steps.path_of(tmp_path, step), str(step), count=300)
-    write(steps.path_of(tmp_path, 12), "12", count=2)
-    while len(steps.complete(tmp_path)) > 1:
-        killed(lambda: steps.retire(steps.path_of(tmp_path, 12), keep=1), draw, 0.02)
-        for path in steps.complete(tmp_path):
-            assert checksums.damage(path, small=True) is None
-    steps.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000012"]
+def test_a_kill_while_steps_are_removed(tmp_path):
+    """No directory that is half removed is taken for a whole one, or stays."""
+    before = tmp_path / "before"
+    for step in (1, 2, 3):
+        save(before, step)
+    for moment in itertools.count(1, 5):
+        directory = shutil.copytree(before, tmp_path / str(moment))
+        newest = steps.path_of(directory, 3)
+        ended = killed(lambda newest=newest: steps.retire(newest, keep=1), moment, (steps, shutil))
+        assert assert_whole(directory) == newest
+        if ended:
+            assert steps.complete(directory) == [newest]
+            break
+    assert moment > 50
 
 
 def test_checksums_are_of_every_byte(tmp_path):
