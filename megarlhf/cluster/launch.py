@@ -318,7 +318,9 @@ def _refuse_alone_in_a_job(env: Mapping[str, str]) -> None:
         return _number(env, name) if name in env else 1
 
     nodes = number("SLURM_NNODES")
-    tasks = max(nodes, number("SLURM_NTASKS"), nodes * number("SLURM_NTASKS_PER_NODE"), number("SLURM_STEP_NUM_TASKS"))
+    # Beside --ntasks, --ntasks-per-node is only the most that a node may have.
+    per_node = 1 if "SLURM_NTASKS" in env else number("SLURM_NTASKS_PER_NODE")
+    tasks = max(nodes * per_node, number("SLURM_NTASKS"), number("SLURM_STEP_NUM_TASKS"))
     if tasks > 1:
         raise UserError(f"{job} has {tasks} tasks, {alone}; {srun}")
     if "SLURM_PROCID" in env and _number(env, "SLURM_PROCID") > 0:  # a batch script's is 0

@@ -43,7 +43,8 @@ class Server:
         self.health, self.score, self.max_body = health, score, max_body
         self.computing = ThreadPoolExecutor(1)
         self.open = 0
-        self.most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
         self.waiting: dict[asyncio.StreamWriter, None] = {}  # without a whole request, the longest first
         self.held = 0  # bytes of bodies
 

@@ -39,7 +39,7 @@ def check(
         f"a micro-batch of {micro_batch:,} rows of {length:,} tokens": (
             micro_batch * length * architecture.hidden_size * size // parallel.tensor
         ),
-        # as many micro-batches as there are stages are in flight
+        # a stage has its share of the layers, for as many micro-batches as there are stages
         f"the keys and values of {sampled:,} sampled rows of {length:,} tokens": (
             2 * sampled * length * channels * size // parallel.tensor
         ),

@@ -156,9 +156,9 @@ class Scores:
         """Scores, from memory for a request that was computed before: its client did not wait long enough."""
         if request not in self.answers:
             self.answers[request] = self.score(prompts, responses)
-            while len(self.answers) > REMEMBERED or sum(map(len, self.answers.values())) > REMEMBERED_SCORES:
-                if len(self.answers) == 1:
-                    break
+            while len(self.answers) > 1 and (
+                len(self.answers) > REMEMBERED or sum(map(len, self.answers.values())) > REMEMBERED_SCORES
+            ):
                 del self.answers[next(iter(self.answers))]
         return self.answers[request]
 

@@ -137,6 +137,7 @@ def test_one_process_where_slurm_gave_room_for_several(env, message):
     [
         {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_GPUS_ON_NODE": "1"},
         {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"},
+        {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "8"},
     ],
 )
 def test_one_process_where_one_was_meant(env):
