@@ -190,7 +190,8 @@ def _repeats(run: Path, failure: str) -> bool:
     if last.get("attempt") != _restarts():  # else another rank has recorded it
         repeats = last.get("attempt") == _restarts() - 1 and last.get("what") == failure
         last = {"attempt": _restarts(), "what": failure, "repeats": repeats}
-        _write_record(run, {**record, "failure": last})
+        with contextlib.suppress(OSError):  # a full disk, say; then there is one attempt more
+            _write_record(run, {**record, "failure": last})
     return last.get("repeats") is True
 
 
