@@ -1,12 +1,23 @@
 """`megarlhf sft` as a user runs it: it learns, it survives kill -9 exactly, and every launcher computes the same."""
 
+import json
+import math
 import shutil
 import signal
 import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
+from megarlhf import config
+from megarlhf.algorithms.supervised import sft_loss
+from megarlhf.checkpoint import Checkpoints
+from megarlhf.cluster import parallel
+from megarlhf.config import UserError
+from megarlhf.data.loader import Loader
+from megarlhf.metrics import Log
+from megarlhf.train import offline, setup, sft
 from tests.distributed.test_launch_mpi import find_mpirun
 from tests.e2e.runs import CLI, finish, losses, perplexities, start
 
@@ -48,6 +59,47 @@ def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
     assert "/run has done 8 steps, and the configuration asks for 4: nothing is left to do; its model is" in line
     assert str(tmp_path / "run" / "checkpoints" / "step_00000008") in line and "raise training.steps" in line
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def run_planted(path, directory, bad):
+    """The program's loop, with a NaN in one gradient of one rank in the updates `bad`; the error that ends it."""
+    from megatron.core import parallel_state
+
+    settings = config.load(sft.SFTConfig, path, [f"run={directory}", "parallel.tensor=2", "parallel.sequence=true"])
+    plan = sft.check(settings, dist.get_world_size())
+    topology = parallel.start(settings.parallel)
+    options = setup.model_options(settings, trains=True, total_steps=plan.total_steps)
+    from megarlhf.models.build import build
+
+    engine = build("actor", plan.start.architecture, topology, **options)
+    if topology.rank == 1:
+        norm = next(p for name, p in engine.modules[0].named_parameters() if "norm" in name)
+        norm.register_hook(lambda gradient: gradient * (math.nan if engine.steps in bad else 1.0))
+    data = Loader(
+        plan.training, global_batch=8, pad_id=plan.start.tokenizer.pad_id,
+        pad_multiple=setup.pad_multiple(settings.parallel),
+    )  # fmt: skip
+    try:
+        with Log(directory, enabled=topology.rank == 0, start=0, total=plan.total_steps, unit="step") as log:
+            offline.train(
+                engine, "actor", sft_loss, data, None, checkpoints=Checkpoints(directory, settings.checkpoint), log=log,
+                settings=settings, write_files=lambda directory: None,
+            )  # fmt: skip
+    except UserError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_gradients_that_are_not_finite(straight, ranks, tmp_path):
+    """One update without them is left out and said in the metrics; three in a row stop the program on every rank."""
+    _, path = straight
+    assert ranks.run(2, run_planted, path, tmp_path / "one", (1, 3, 4)) == [None, None]
+    records = list(map(json.loads, (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()))
+    assert [record["skipped"] for record in records] == [0, 1, 0, 1, 1, 0, 0, 0]
+    assert [record["step"] for record in records if record["grad_norm"] is None] == [2, 4, 5]
+    for message in ranks.run(2, run_planted, path, tmp_path / "three", (1, 2, 3)):
+        assert message.startswith("actor: 3 updates in a row, up to update 4, were skipped, because their gradients")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
