@@ -66,20 +66,19 @@ def latest(directory: Path) -> Path | None:
     path = pointed(directory)
     if path is None:
         return next(reversed(complete(directory)), None)
-    aside = path.with_name(path.name + REPLACED)
-    if is_complete(path) or not is_complete(aside):
-        if not is_complete(path):
-            raise UserError(
-                f"{directory / LATEST}: names '{path.name[:80]}', which is not a complete checkpoint; write the name "
-                "of a complete step directory into it, or remove it to go on from the newest"
-            )
-        return path
-    return aside  # killed just before the new one got the name
+    aside = path.with_name(path.name + REPLACED)  # whole, if a kill came just before the new one got the name
+    for found in (path, aside):
+        if is_complete(found):
+            return found
+    raise UserError(
+        f"{directory / LATEST}: names '{path.name[:80]}', which is not a complete checkpoint; write the name of a "
+        "complete step directory into it, or remove it to go on from the newest"
+    )
 
 
 def publish(partial: Path, final: Path, own_hash: str) -> None:
     """Give `partial`, which is on the disk, the name `final`, then let `latest` name it. A kill at any moment leaves a
-    complete directory that `latest` (below) finds."""
+    complete directory that `latest` (above) finds."""
     aside = final.with_name(final.name + REPLACED)
     if final.exists():  # the same step, saved by a run that somebody went back from
         with contextlib.suppress(UserError):
