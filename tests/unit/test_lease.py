@@ -40,9 +40,10 @@ from megarlhf.cluster.lease import Lease
 from megarlhf.config import UserError
 directory, rounds = Path(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
+start = float(sys.stdin.readline())
 for number in range(rounds):
     run = directory / str(number)
-    while not (run / "go").exists():
+    while time.monotonic() < start + number / 100:  # all in the same moment
         pass
     try:
         Lease(run).acquire()
@@ -140,8 +141,10 @@ def test_a_holder_that_stood_still_stops(holder, tmp_path):
     second = start(HOLDER, tmp_path / "run", SLURM_JOB_ID="72")
     assert second.stdout.readline() == "held\n"
     holder.send_signal(signal.SIGCONT)
-    answers = iter(lambda: ask(holder, "verify"), "")
-    last = next(answer for answer in answers if answer != "verified")
+    for _ in range(600):
+        if (last := ask(holder, "verify")) != "verified":
+            break
+        time.sleep(0.1)
     assert last.startswith(f"error: run: {tmp_path / 'run'} was taken over by job 72, pid {second.pid} on ")
     assert holder.wait(60) == 0
     assert ask(second, "verify") == "verified"  # its lease is still there
@@ -166,7 +169,7 @@ def test_what_cannot_be_a_directory(tmp_path):
 
 @pytest.mark.parametrize("left_by", [None, "a process that is gone", "a job that is gone"])
 def test_one_of_many_wins(tmp_path, left_by):
-    rounds, rivals = 20, []
+    rounds, rivals = 200, []
     for number in range(rounds):
         run = tmp_path / str(number)
         run.mkdir()
@@ -181,9 +184,10 @@ def test_one_of_many_wins(tmp_path, left_by):
         rivals = [start(RIVAL, tmp_path, rounds) for _ in range(4)]
         for rival in rivals:
             assert rival.stdout.readline() == "ready\n"
-        for number in range(rounds):
-            (tmp_path / str(number) / "go").touch()
-            time.sleep(0.02)
+        begin = time.monotonic() + 0.5
+        for rival in rivals:
+            rival.stdin.write(f"{begin}\n")
+            rival.stdin.flush()
         # nobody ends before all are done: the leases of a process that has ended are free
         wins = [line.strip() for rival in rivals for line in iter(rival.stdout.readline, "done\n")]
     finally:

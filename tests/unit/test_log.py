@@ -39,7 +39,7 @@ def test_each_step_is_there_once(tmp_path):
     write(log(tmp_path), 0, 1, 2, 3, 4, 5)
     for name in ("metrics", "samples"):
         with (tmp_path / f"{name}.jsonl").open("a") as file:
-            file.write('{"step": 6, "los' if name == "metrics" else '{"step": 4}')  # as a kill leaves it
+            file.write('{"step": 6, "los' if name == "metrics" else '{"step": 3}')  # as a kill leaves it
     old = (tmp_path / "metrics.jsonl").open("a")
     write(log(tmp_path, 3), 4)
     write(log(tmp_path, 4), 5, 6)
