@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -152,7 +153,8 @@ def test_a_holder_that_stood_still_stops(holder, tmp_path):
 
 
 def test_a_damaged_lease(tmp_path):
-    for text in ("", "{", "[1]", '{"token": "../x"}', "\x00" * 100):
+    odd = json.dumps({**dataclasses.asdict(lease.Holder.here()), "token": "../x", "machine": "another"})
+    for text in ("", "{", "[1]", odd, "\x00" * 100):
         (tmp_path / lease.NAME).write_text(text)
         os.utime(tmp_path / lease.NAME, (0, 0))
         with lease.held(tmp_path):
