@@ -143,6 +143,8 @@ def execute(
     """
     topology = cluster(rendezvous, settings, settings.run)
     with lease.held(Path(settings.run)) if topology.rank == 0 else contextlib.nullcontext():
+        if topology.rank == 0:
+            Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # nobody builds a model before the directory is ours
         if not is_finished(settings, plan.start, topology, total_steps):
             run(settings, plan, topology)
@@ -223,14 +225,13 @@ def files_writer(settings: Any, start: Start, roles: tuple[str, ...], log: Log) 
 
 
 def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, str], notes: list[str]) -> None:
-    """Write run.yaml into the run directory, which is swept, and a banner to stderr. Global rank 0 only."""
+    """Write run.yaml into the run directory and a banner to stderr. Global rank 0 only."""
     if topology.rank != 0:
         return
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
-    Checkpoints(run, settings.checkpoint).sweep()
     records.replace(run / state.RUN_FILE, config.dump(settings))
     sizes, architecture = settings.parallel, start.architecture
     banner = {
