@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megarlhf.checkpoint import zips
 from megarlhf.config import UserError
 
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -111,13 +112,16 @@ _OURS, _FOREIGN = _Module(Unpickler), _Module(_ForeignUnpickler)
 
 def read(path: Path, *, foreign: bool = False) -> Any:
     """What torch.save wrote to `path`. Tensors are mapped, not read (files older than torch 1.6 are read). `foreign`:
-    objects of other packages become stubs instead of being refused."""
+    objects of other packages become stubs instead of being refused, and the CRCs of zip members are compared."""
     module = _FOREIGN if foreign else _OURS
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if any(name.split("/")[1:2] == ["constants.pkl"] for name in archive.namelist()):
                     raise UserError("holds TorchScript code, not weights")
+            if foreign:  # our own files have checksums instead
+                with open(path, "rb") as file:
+                    zips.check(file)
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module, mmap=True)
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
     except OSError as error:
@@ -151,4 +155,4 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

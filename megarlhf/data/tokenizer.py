@@ -22,7 +22,7 @@ _HF_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
     "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-_HF_MARKS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+HF_MARKS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -41,7 +41,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no such tokenizer; give a Hugging Face tokenizer directory or a SentencePiece .model file "
             "(nothing is downloaded)"
         )
-    if any((path / name).is_file() for name in _HF_MARKS):
+    if any((path / name).is_file() for name in HF_MARKS):
         return _HuggingFace(path)
     models = sorted(file for file in path.glob("*.model") if file.is_file())
     if len(models) != 1:

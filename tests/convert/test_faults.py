@@ -210,13 +210,13 @@ def test_hugging_face_source(fault, originals, tmp_path, capsys):
 
 
 REFUSED = {  # what a family knows and we do not
-    "alibi": ("falcon-7b", dict(alibi=True), "alibi: true"),
+    "alibi": ("falcon-7b", dict(alibi=True), "alibi: True"),
     "falcon: contradiction": ("falcon-new", dict(parallel_attn=False), "parallel_attn: false contradicts"),
     "falcon: two norms": ("falcon-7b", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn: 2 needs"),
     "falcon: activation": ("falcon-7b", dict(activation="relu"), "activation: 'relu'"),
     "neox: bias": ("gpt_neox", dict(attention_bias=False), "attention_bias: False"),
     "neox: rope": ("gpt_neox", dict(rope_parameters={"rope_type": "linear", "factor": 2.0}), "rope_type 'linear'"),
-    "gemma: both directions": ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention: true"),
+    "gemma: both directions": ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention: True"),
     "gemma: activation": ("gemma", dict(hidden_activation="silu"), "hidden_activation: 'silu'"),
     "qwen3: window": ("qwen3", dict(use_sliding_window=True), "use_sliding_window: True"),
     "qwen3: window of a layer": ("qwen3", dict(layer_types=["sliding_attention"] * 3), "layer_types: sliding"),

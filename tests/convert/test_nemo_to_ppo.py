@@ -11,7 +11,7 @@ import yaml
 from megarlhf.models.spec import Architecture
 from tests.convert.test_faults import refused
 from tests.e2e.test_ppo import run_ppo
-from tools.convert import convert
+from tools.convert import convert, exports
 from tools.convert.__main__ import main
 from tools.convert.logits import their_logprobs, their_scores
 
@@ -54,7 +54,7 @@ def test_nemo_to_ppo_to_transformers(shared, ranks, tmp_path, capsys):
     }
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(settings))
     ranks.run(2, run_ppo, tmp_path / "ppo.yaml", [[]])
-    actor = convert.find_exported(tmp_path / "run", None)[0]
+    actor = exports.find_exported(tmp_path / "run", None)[0]
     assert actor.parent.name == "step_00000002"
     logprobs, values = ranks.run(1, our_outputs, actor)[0]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,20 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("source", type=Path, metavar="SOURCE")
-        command.set_defaults(dtype=None, role=None, tokenizer=None, vocab_size=None)
+        command.set_defaults(dtype=None, role=None, tokenizer=None, vocab_size=None, ignore=[])
         if name == "verify":
             command.add_argument("target", type=Path, metavar="TARGET", help="what a conversion of SOURCE wrote")
             command.add_argument("--logits", action="store_true", help="also compare log-probs with transformers'")
         elif name != "inspect":
             command.add_argument("target", type=Path, metavar="TARGET", help="must not exist, or be empty")
             command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the source")
+        if name in ("hf2megatron", "nemo2megatron", "megatron2megatron"):
+            text = "a key of the source's configuration that the converter does not know, and that changes nothing"
+            command.add_argument("--ignore", action="append", metavar="KEY", default=[], help=text)
         if name in ("megatron2hf", "inspect"):
             command.add_argument("--role", help="which model of a checkpoint (default: actor)")
         if name in ("nemo2megatron", "megatron2megatron", "verify"):
             command.add_argument("--tokenizer", type=Path, help="directory or .model file, instead of the source's")
         if name == "megatron2megatron":
-            command.add_argument("--vocab-size", type=int, help="without padding, if the checkpoint does not say")
+            text = "without padding, if the checkpoint does not say"
+            command.add_argument("--vocab-size", type=_positive, metavar="N", help=text)
     options = parser.parse_args(arguments)
+    with contextlib.suppress(ValueError):  # in another thread than the first, where tests may call this
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop)
 
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then takes large tensors' memory in huge pages
     from tools.convert import convert, inspection  # imports torch, which --help should not wait for
@@ -51,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers = None
     try:
         workers = Workers()
-        choice = convert.Options(options.dtype, options.role, options.tokenizer, options.vocab_size)
+        choice = convert.Options(
+            options.dtype, options.role, options.tokenizer, options.vocab_size, tuple(options.ignore)
+        )
         if options.command == "inspect":
             text = inspection.inspect(options.source, options.role or "actor")
         elif options.command == "verify":
@@ -68,12 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if workers is None or workers.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:  # or _stop: temporary directories are gone by now
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"error: stopped by {signal.Signals(number).name}; nothing was written", file=sys.stderr)
+        if workers is not None:
+            workers.abort()
+        return 128 + number
     except Exception:
         if workers is None or workers.size == 1:
             raise
         traceback.print_exc()
         workers.abort()
     return 0
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from tools.convert.storage import Spec
 
 FILE = "certificate.json"
 VERSION = 1
+WEIGHTS = (".distcp", ".safetensors")
+NOT_CERTIFIED = (FILE, ".metadata", "checksums.json")
 
 Hashes = dict[str, str]  # tensor name -> SHA-256 of its bytes in row-major order
 
@@ -48,14 +50,50 @@ def entries(specs: dict[str, Spec], hashes: Hashes) -> dict[str, Any]:
     }
 
 
+def files(directory: Path) -> Hashes:
+    """SHA-256 of everything in `directory` that holds no tensors: configuration, tokenizer, architecture."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.suffix not in WEIGHTS and path.name not in NOT_CERTIFIED
+    }
+
+
+def compare_files(directory: Path, certified: Hashes) -> None:
+    """UserError with the first file that is not what was certified, or that was added to the tokenizer."""
+    found = files(directory)
+    for name in [*certified, *found]:
+        if found.get(name) != certified.get(name) and (name in certified or name.startswith("tokenizer")):
+            what = "is missing" if name not in found else "was changed" if name in certified else "was added"
+            raise UserError(f"{directory / name}: {what} after the conversion; convert again")
+
+
 def load(directory: Path) -> dict[str, Any]:
     path = directory / FILE
     if not path.is_file():
         raise UserError(f"{directory}: has no {FILE}; give the target of a conversion")
     certificate = huggingface.read_json(path)
-    if certificate.get("version") != VERSION or not {"command", "source", "target"} <= certificate.keys():
+    if certificate.get("version") != VERSION or not _whole(certificate):
         raise UserError(f"{path}: not a certificate of this converter; convert again")
     return certificate
+
+
+def _whole(certificate: dict[str, Any]) -> bool:
+    sides = [certificate.get("source"), certificate.get("target")]
+    if not all(isinstance(side, dict) and isinstance(side.get("tensors"), dict) for side in sides):
+        return False
+    entries = [entry for side in sides for entry in side["tensors"].values()]
+    options, files = certificate.get("options", {}), certificate.get("files", {})
+    return (
+        all(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "sha256"} for entry in entries)
+        and isinstance(certificate.get("command"), str)
+        and isinstance(certificate.get("model"), str)
+        and isinstance(files, dict)
+        and isinstance(options, dict)
+        and all(isinstance(options.get(key), (str, type(None))) for key in ("dtype", "role"))
+        and isinstance(options.get("vocab_size"), (int, type(None)))
+        and isinstance(options.get("ignore", []), list)
+    )
 
 
 def compare(what: str, where: str, certified: dict[str, Any], found: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ outputs. In memory are one step, or as many as fit the two largest tensors: they
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +17,14 @@ from tqdm import tqdm
 
 from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
-from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.shapes import Shape
-from megarlhf.models.spec import Architecture
-from tools.convert import certificate, huggingface, registry, sources, torch_dist
+from tools.convert import archives, certificate, exports, huggingface, registry, sources, spm, torch_dist
 from tools.convert.certificate import Hashes
 from tools.convert.registry import Step
-from tools.convert.sources import KEPT_CONFIG, KEPT_GENERATION, OFFSET, Source
+from tools.convert.sources import Source
 from tools.convert.storage import Reader, Spec, Writer, completed, read_together
 from tools.convert.workers import Workers
 
-OTHER_HEAD = {False: "value_head.", True: "output_layer."}  # by whether a scalar head is exported
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,6 +36,7 @@ class Options:
     role: str | None = None  # megatron2hf: which model of a checkpoint
     tokenizer: Path | None = None  # nemo2megatron, megatron2megatron: instead of the source's
     vocab_size: int | None = None  # megatron2megatron: where the arguments lack it
+    ignore: tuple[str, ...] = ()  # keys of the source's configuration that change nothing, says the user
 
 
 @dataclass(frozen=True)
@@ -77,12 +73,8 @@ def to_ours(
 
             def complete() -> None:
                 opened.architecture.save(model)
-                for name, path in opened.kept.items():
-                    shutil.copyfile(path, model / name)
-                for name, content in opened.tokenizer.items():
-                    file = partial / "tokenizer" / name
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(content.encode() if isinstance(content, str) else content.read_bytes())
+                _write(model, {**opened.kept})
+                _write(partial / "tokenizer", opened.tokenizer)
                 _certify(partial, command, options, opened.reader, opened.ignored, specs, hashes, role)
                 checksums.write(partial, {f"{role}/{name}": value for name, value in writer.checksums.items()})
 
@@ -94,7 +86,7 @@ def to_ours(
 def megatron2hf(source: Path, target: Path, options: Options = Options(), workers: Workers | None = None) -> Summary:
     """A model, checkpoint or run of megarlhf -> a directory for transformers' from_pretrained."""
     start, workers = time.perf_counter(), workers or Workers()
-    opened, config, notes = _exported(source, options)
+    opened, config, notes = exports.open_model(source, options.role)
     specs = plan(opened.reader.specs, opened.expected, opened.steps, DTYPES.get(options.dtype), opened.where)
     config.pop("dtype", None)  # transformers 5 writes `dtype` but reads `torch_dtype` too, 4 only knows the latter
     widest = max((spec.dtype for spec in specs.values()), key=lambda dtype: dtype.itemsize)
@@ -106,13 +98,21 @@ def megatron2hf(source: Path, target: Path, options: Options = Options(), worker
 
         def complete() -> None:
             huggingface.write_json(partial / huggingface.CONFIG, config)
-            for name, path in {**opened.kept, **opened.tokenizer}.items():
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, partial / name)
+            _write(partial, {**opened.kept, **opened.tokenizer})
+            more = spm.keep_if_equal(partial) if isinstance(opened.tokenizer.get("tokenizer.json"), str) else ()
             _certify(partial, "megatron2hf", options, opened.reader, opened.ignored, specs, hashes, "")
+            return more
 
-        workers.first(complete)
+        notes += workers.first(complete) or ()
     return _summary(target, specs, start, notes)
+
+
+def _write(directory: Path, files: dict[str, Path | str]) -> None:
+    """Files by name: copied, or with the text given."""
+    for name, content in files.items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content.encode() if isinstance(content, str) else content.read_bytes())
 
 
 def verify(source: Path, target: Path, options: Options = Options(), workers: Workers | None = None) -> str:
@@ -120,11 +120,13 @@ def verify(source: Path, target: Path, options: Options = Options(), workers: Wo
     workers = workers or Workers()
     known = certificate.load(target)
     told = known.get("options", {})
-    options = Options(told.get("dtype"), told.get("role"), options.tokenizer, told.get("vocab_size"))
+    ignore = tuple(told.get("ignore", ()))
+    options = Options(told.get("dtype"), told.get("role"), options.tokenizer, told.get("vocab_size"), ignore)
+    certificate.compare_files(target, known.get("files", {}))
     command, model = known["command"], target / known["model"]
-    opening: Any = contextlib.nullcontext(_exported(source, options)[0]) if command == "megatron2hf" else _opened(
-        command, source, target, options, workers
-    )  # fmt: skip
+    opening: Any = _opened(command, source, target, options, workers)
+    if command == "megatron2hf":
+        opening = contextlib.nullcontext(exports.open_model(source, options.role)[0])
     with opening as opened:
         specs = plan(opened.reader.specs, opened.expected, opened.steps, DTYPES.get(options.dtype), opened.where)
         read, made = transfer(opened.reader, _Nowhere(), specs, opened.steps, f"verify {target.name}", workers)
@@ -146,78 +148,17 @@ def verify(source: Path, target: Path, options: Options = Options(), workers: Wo
 @contextlib.contextmanager
 def _opened(command: str, source: Path, target: Path, options: Options, workers: Workers) -> Iterator[Source]:
     if command == "hf2megatron":
-        yield sources.hugging_face(source)
+        yield sources.hugging_face(source, options.ignore)
     elif command == "megatron2megatron":
-        yield sources.megatron(source, str(source), options.tokenizer, options.vocab_size)
+        yield sources.megatron(source, str(source), options.tokenizer, options.vocab_size, options.ignore)
     else:
-        unpacking = sources.unpacked(source, target.absolute().parent)
+        unpacking = archives.unpacked(source, target.absolute().parent)
         directory = workers.first(unpacking.__enter__)
         try:
-            yield sources.nemo(directory, str(source), options.tokenizer)
+            yield sources.nemo(directory, str(source), options.tokenizer, options.ignore)
         finally:
             if workers.rank == 0:
                 unpacking.__exit__(None, None, None)
-
-
-def _exported(source: Path, options: Options) -> tuple[Source, dict[str, Any], tuple[str, ...]]:
-    """A model of ours as the source of megatron2hf, with its config.json and what to tell the user."""
-    model, role = find_exported(source, options.role)
-    tokenizer = find_tokenizer(source)
-    architecture = Architecture.load(model)
-    config = registry.write_config(architecture, str(model))
-    reader = torch_dist.Reader(model, architecture.vocab_size)
-    scalar = role in ("reward", "critic")
-    ignored = list(reader.ignored)
-    # An actor that shares its trunk with the critic has both heads; one is exported, by role.
-    others = [name for name in reader.specs if name.startswith(OTHER_HEAD[scalar])]
-    notes: tuple[str, ...] = ()
-    if others:
-        notes = (f"left out: {', '.join(others)}; export that head with --role {'actor' if scalar else 'critic'}",)
-    for name in others:
-        del reader.specs[name]
-        ignored.append(name)
-    if (model / KEPT_CONFIG).is_file():
-        config = {**huggingface.read_json(model / KEPT_CONFIG), **config}
-    elif tokenizer:  # of NeMo or Megatron-LM, where the tokenizer alone says it; transformers' defaults would be others
-        try:
-            tokens = load_tokenizer(tokenizer)
-            config |= {f"{name}_token_id": getattr(tokens, f"{name}_id") for name in ("bos", "eos", "pad")}
-        except UserError as error:
-            notes += (f"config.json names no special tokens: {error}",)
-    expected = registry.our_shapes(architecture, scalar)
-    if scalar:
-        missing = [name for name in registry.CONSTANTS if name not in reader.specs]
-        if missing:
-            raise UserError(f"{model}: tensor '{missing[0]}' is missing; this is no reward model or critic")
-        bias, gain, constant = (reader.read(name).double().item() for name in registry.CONSTANTS)
-        offset = gain * bias + constant
-        config |= {"architectures": [_classifier(config["architectures"][0])], "num_labels": 1, OFFSET: offset}
-        for key in ("id2label", "label2id"):
-            config.pop(key, None)
-        if offset:
-            notes += (f"transformers' score has no constant: add {OFFSET} = {offset:.6g} of config.json to it",)
-    kept = {huggingface.GENERATION: model / KEPT_GENERATION} if (model / KEPT_GENERATION).is_file() else {}
-    files = {str(file): tokenizer / file for file in huggingface.tokenizer_files(tokenizer)} if tokenizer else {}
-    steps = registry.steps_to_theirs(architecture, scalar)
-    return Source(str(model), reader, architecture, scalar, expected, steps, ignored, kept, files), config, notes
-
-
-def find_exported(source: Path, role: str | None) -> tuple[Path, str]:
-    """(model directory, role) that megatron2hf exports from `source`. A critic that shares the actor's trunk stands in
-    the actor's directory."""
-    try:
-        model = find_model(source, role or "actor")
-    except UserError:
-        if role != "critic":
-            raise
-        model = find_model(source, "actor")
-        if "value_head.weight" not in torch_dist.Reader(model, None).stored:
-            raise UserError(f"{source}: holds no critic; its actor has no value head")
-    return model, role or (model.name if model.name in ("reward", "critic") else "actor")
-
-
-def _classifier(causal: str) -> str:
-    return causal.replace("LMHeadModel", "ForSequenceClassification").replace("CausalLM", "SequenceClassification")
 
 
 def plan(
@@ -312,7 +253,7 @@ def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, 
     """One step; its hashes are under way. They hold its tensors, and nothing else does once this returns."""
     inputs = read_together(reader, step.inputs)
     outputs = [
-        tensor.to(specs[name].dtype).contiguous()
+        _rounded(name, tensor, specs[name].dtype)
         for name, tensor in zip(step.outputs, step.convert(inputs), strict=True)
     ]
     before = [pool.submit(certificate.sha256, tensor) for tensor in inputs]
@@ -325,6 +266,16 @@ def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, 
     return [(read, *entry) for entry in zip(step.inputs, before, strict=True)] + [
         (written, *entry) for entry in zip(step.outputs, after, strict=True)
     ]
+
+
+def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = tensor.to(dtype).contiguous()
+    if tensor.dtype != dtype and not out.isfinite().all() and tensor.isfinite().all():
+        kind, largest = str(dtype).removeprefix("torch."), tensor.abs().max().item()
+        raise UserError(
+            f"tensor '{name}' has numbers up to {largest:.3g}, too large for {kind}; choose another --dtype"
+        )
+    return out
 
 
 def _settle(under_way: deque) -> None:
@@ -370,8 +321,14 @@ def _certify(partial: Path, command: str, options: Options, reader, ignored, spe
         {
             "version": certificate.VERSION,
             "command": command,
-            "options": {"dtype": options.dtype, "role": options.role, "vocab_size": options.vocab_size},
+            "options": {
+                "dtype": options.dtype,
+                "role": options.role,
+                "vocab_size": options.vocab_size,
+                "ignore": list(options.ignore),
+            },
             "model": model,
+            "files": certificate.files(partial),
             "source": {"tensors": certificate.entries(reader.specs, read), "ignored": sorted(ignored)},
             "target": {"tensors": certificate.entries(specs, written)},
         },

@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = _parse(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is {path.parent} a Hugging Face model directory?")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); restore the file from its source")
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds no JSON object; restore the file from its source")
@@ -72,6 +72,11 @@ class Reader:
         self._records: dict[str, _Record | Tensor] = {}
         if (directory / INDEX).is_file():
             self._open_index(directory / INDEX, self._open)
+            if (directory / SINGLE).is_file() and SINGLE not in {record.file.name for record in self._records.values()}:
+                raise UserError(
+                    f"{directory}: holds a model in {SINGLE} and another in the shards of {INDEX}; transformers takes "
+                    "the former, older programs the latter: remove one"
+                )
         elif (directory / SINGLE).is_file():
             self._open(directory / SINGLE)
         elif (directory / f"{BIN}.index.json").is_file():
@@ -134,14 +139,20 @@ class Reader:
                 if 8 + length > size:
                     raise ValueError(f"the header alone would take {length} bytes")
                 header = _parse(file.read(length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    self._add(path, name, entry, 8 + length, size)
+            end = 0
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+                self._add(path, name, entry, 8 + length, size)
+                if entry["data_offsets"][0] != end:
+                    raise ValueError(f"tensor '{name}' begins at {entry['data_offsets'][0]} instead of {end}")
+                end = entry["data_offsets"][1]
+            if 8 + length + end != size:
+                raise ValueError(f"{size - 8 - length - end} bytes belong to no tensor")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); restore the missing shard")
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise UserError(f"{damaged} ({error}); fetch it again")
 
     def _add(self, path: Path, name: str, entry: dict[str, Any], start: int, size: int) -> None:

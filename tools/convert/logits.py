@@ -5,7 +5,10 @@ The only part of the converter that imports megatron and opens a process group, 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
 from megarlhf.models.spec import Architecture, check_layout
 from tools.convert import certificate
-from tools.convert.convert import find_exported
+from tools.convert.exports import find_exported
 
 ROWS, LENGTH = 2, 24
 TOLERANCE = 1e-4  # in fp32
@@ -75,6 +78,13 @@ def their_scores(directory: Path, tokens: Tensor) -> Tensor:
 
 
 def our_outputs(directory: Path, architecture: Architecture, tokens: Tensor, scalar: bool) -> Tensor:
+    with alone() as topology:
+        return outputs(topology, directory, architecture, tokens, scalar)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Any]:
+    """The topology of a process group of this process only."""
     from megarlhf.cluster import backend
 
     backend.install()
@@ -82,16 +92,21 @@ def our_outputs(directory: Path, architecture: Architecture, tokens: Tensor, sca
     from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
-    from megarlhf.models.build import build
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        topology = parallel.start(ParallelConfig())
-        role = "reward" if scalar else "reference"
-        engine = build(role, architecture, topology, micro_batch_size=ROWS, dtype="fp32")
-        checkpoint.load(engine, directory, weights_only=True)
-        everything = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
-        return engine.forward(Sequences(tokens=tokens, mask=everything))["scores" if scalar else "logprobs"].cpu()
+        yield parallel.start(ParallelConfig())
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def outputs(topology: Any, directory: Path, architecture: Architecture, tokens: Tensor, scalar: bool) -> Tensor:
+    """Log-probs of `tokens` (B, S) -> (B, S - 1), or scores, of the model in `directory`, in fp32."""
+    from megarlhf.models.build import build
+
+    role = "reward" if scalar else "reference"
+    engine = build(role, architecture, topology, micro_batch_size=ROWS, dtype="fp32")
+    checkpoint.load(engine, directory, weights_only=True)
+    everything = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+    return engine.forward(Sequences(tokens=tokens, mask=everything))["scores" if scalar else "logprobs"].cpu()

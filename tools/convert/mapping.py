@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.models.spec import Architecture
+from tools.convert.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Row:
 class Family:
     """A Hugging Face model family, both ways. Its name is the exact `model_type`.
 
-    `from_config` gives Architecture's fields for a config.json and raises ValueError("key: what; remedy") for anything
-    that Architecture cannot express; `to_config` is its inverse. `registry` adds the file's name and checks that.
+    `from_config` gives Architecture's fields for a config.json that `keys` admits and raises ValueError("key: what;
+    remedy") for anything that Architecture cannot express; `to_config` is its inverse. `registry` adds the file's name
+    and checks that.
     """
 
     name: str
@@ -96,11 +98,5 @@ class Family:
     rows: Callable[[Architecture], list[Row]]
     prefix: str  # what files of the bare model (AutoModel, the oldest checkpoints) lack in front of their names
     buffers: tuple[str, ...]  # regular expressions of tensors that are no weights
+    keys: Keys
     head: str = "lm_head.weight"  # the output layer
-
-
-def require(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Refuse what would make it another network; absent keys have the expected value in transformers too."""
-    for key, value in expected.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"{key}: {config[key]} has no counterpart in megarlhf; only {value} can be converted")

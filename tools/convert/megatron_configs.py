@@ -1,13 +1,12 @@
 """The configurations of NeMo 1, NeMo 2 and Megatron-LM -> fields of `Architecture`.
 
-Each function raises ValueError("key: what; remedy") for what our model cannot compute.
+Each function raises ValueError("key: what; remedy") for what our model cannot compute; keys that it does not read are
+those of megatron_keys.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-from tools.convert.mapping import require
 
 # NeMo 1's activations: (ours, gated). The plain gated names keep gate and up in two tensors, the fast- ones in one.
 ACTIVATIONS = {
@@ -20,9 +19,6 @@ NO_EXPERTS = "has no counterpart in megarlhf yet; convert a dense model"
 
 def nemo1_fields(config: dict[str, Any]) -> dict[str, Any]:
     """A .nemo's model_config.yaml."""
-    require(config, {"transformer_block_type": "pre_ln", "megatron_legacy": False, "headscale": False,
-                     "rotary_interleaved": False, "window_size": None,
-                     "mcore_customization_config": None})  # fmt: skip
     if config.get("num_moe_experts"):
         raise ValueError(f"num_moe_experts: a mixture of experts {NO_EXPERTS}")
     activation = config.get("activation", "gelu")
@@ -73,15 +69,16 @@ def nemo1_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def nemo2_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The `config` of a NeMo 2 model."""
-    require(config, {"rotary_interleaved": False, "layernorm_zero_centered_gamma": False, "window_size": None,
-                     "seq_len_interpolation_factor": None, "num_moe_experts": None})  # fmt: skip
     activation = str((config.get("activation_func") or {}).get("_target_"))
-    kind = next((ours for theirs, ours in (("silu", "silu"), ("openai_gelu", "gelu_tanh"), ("gelu", "gelu"))
-                 if theirs in activation), None)  # fmt: skip
+    kind = {"silu": "silu", "openai_gelu": "gelu_tanh", "gelu": "gelu"}.get(activation.split(".")[-1])
     if kind is None:
         raise ValueError(f"activation_func: '{activation}' has no counterpart in megarlhf")
     if kind == "gelu" and config.get("bias_activation_fusion") and config.get("add_bias_linear"):
         kind = "gelu_tanh"  # what the fused kernel computes
+    if config["position_embedding_type"] not in ("learned_absolute", "rope"):
+        raise ValueError(
+            f"position_embedding_type: '{config['position_embedding_type']}' has no counterpart in megarlhf"
+        )
     learned = config["position_embedding_type"] == "learned_absolute"
     scaling = None
     if config.get("scale_factor"):
@@ -117,11 +114,17 @@ def nemo2_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def megatron_fields(arguments: dict[str, Any]) -> dict[str, Any]:
     """Megatron-LM's command line, as its checkpoints keep it."""
-    require(arguments, {"rotary_interleaved": False, "apply_layernorm_1p": False, "squared_relu": False,
-                        "num_experts": None, "multi_latent_attention": False,
-                        "rotary_seq_len_interpolation_factor": None})  # fmt: skip
     gated = bool(arguments.get("swiglu"))
-    learned = arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    rotary = bool(arguments.get("use_rotary_position_embeddings"))
+    positions = arguments.get("position_embedding_type", "rope" if rotary else "learned_absolute")
+    if positions not in ("learned_absolute", "rope"):
+        raise ValueError(f"position_embedding_type: '{positions}' has no counterpart in megarlhf")
+    learned = positions == "learned_absolute"
+    if learned and (rotary or not arguments.get("add_position_embedding", True)):
+        raise ValueError(
+            "position_embedding_type: learned_absolute with use_rotary_position_embeddings, or without "
+            "add_position_embedding, has no counterpart in megarlhf"
+        )
     bias = arguments.get("add_bias_linear", True)
     fused = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu")
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None

@@ -55,7 +55,7 @@ def canonical(name: str) -> str:
 class Reader:
     """The tensors of all rank files, merged over tensor and pipeline ranks, read one at a time."""
 
-    def __init__(self, files: dict[tuple[int, int], Path], vocab_size: int | None, *, gated: bool, tied: bool):
+    def __init__(self, files: dict[tuple[int, int], Path], *, gated: bool, tied: bool):
         self.specs: dict[str, Spec] = {}
         self.ignored: list[str] = []
         self._gated = gated
@@ -79,10 +79,7 @@ class Reader:
             if name.endswith(("linear_fc1_up.weight", "linear_fc1_up.bias")):
                 continue
             blank = self._merge(name, [torch.empty(part.shape, device="meta") for part in parts], self._up(name, True))
-            shape = tuple(blank.shape)
-            if name in VOCABULARY and vocab_size is not None and shape[0] > vocab_size:
-                shape = (vocab_size, *shape[1:])
-            self.specs[name] = Spec(shape, parts[0].dtype)
+            self.specs[name] = Spec(tuple(blank.shape), parts[0].dtype)
 
     def read(self, name: str) -> Tensor:
         parts = self._parts[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from megarlhf.models.shapes import Shape
 from megarlhf.models.spec import Architecture
 from tools.convert.families import falcon, gemma, gpt2, gpt_neox, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from tools.convert.mapping import Family, Row
+from tools.convert.storage import understood
 
 # A scalar head's tensors beside its weight, with what they are where the source has none (megarlhf/models/heads.py).
 CONSTANTS = {"value_head.bias": 0.0, "value_head.reward_gain": 1.0, "value_head.reward_bias": 0.0}
 SCORE = "score.weight"
+LARGEST = 1 << 31  # of the numbers in an architecture; beyond it, sizes of tensors overflow
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (llama, mistral, qwen2, qwen3, gemma, gpt2, gpt_neox, falcon, mixtral, qwen3_moe)
@@ -41,16 +43,27 @@ def family(name: str, where: str) -> Family:
     return FAMILIES[name]
 
 
-def read_config(config: dict[str, Any], where: str) -> Architecture:
-    """The architecture that a Hugging Face config.json describes; UserError for what we could not run exactly."""
+def read_config(config: dict[str, Any], where: str, ignore: Collection[str] = ()) -> Architecture:
+    """The architecture that a Hugging Face config.json describes; UserError for what we could not run exactly. `ignore`
+    names keys that the family does not know and that the user vouches for."""
     kind = family(str(config.get("model_type")), where)
-    try:
-        fields = kind.from_config(config)
-    except KeyError as error:
-        raise UserError(f"{where}: {error} is missing, and a model of type '{kind.name}' needs it")
-    except (ValueError, TypeError) as error:  # TypeError: a number where a word should be, and the like
-        raise UserError(f"{where}: {error}")
-    return configuration.from_dict(Architecture, {"family": kind.name, **fields}, where)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{where}: quantization_config: quantised weights cannot be converted; convert the original model (if the "
+            "weights were expanded again, remove the key)"
+        )
+    with understood(where):
+        kind.keys.check({key: value for key, value in config.items() if key != "quantization_config"}, ignore)
+        return describe(kind.name, kind.from_config(config), where)
+
+
+def describe(family: str, fields: dict[str, Any], where: str) -> Architecture:
+    """The architecture with these fields; UserError for what is no model."""
+    with understood(where):
+        for key, value in fields.items():
+            if isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"{key}: {value} is more than any model has; restore the file")
+        return configuration.from_dict(Architecture, {"family": family, **fields}, where)
 
 
 def write_config(architecture: Architecture, where: str) -> dict[str, Any]:

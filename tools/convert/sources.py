@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shutil
-import tarfile
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +12,16 @@ from typing import Any
 import torch
 import yaml
 
-from megarlhf import config as configuration
 from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
-from megarlhf.models.shapes import Shape
+from megarlhf.models.shapes import VOCABULARY, Shape
 from megarlhf.models.spec import Architecture
-from tools.convert import huggingface, rank_files, registry, torch_dist, vocabulary
+from tools.convert import huggingface, megatron_keys, rank_files, registry, torch_dist, vocabulary
+from tools.convert.keys import Keys
 from tools.convert.mapping import Family
 from tools.convert.megatron_configs import megatron_fields, nemo1_fields, nemo2_fields
 from tools.convert.registry import Step
-from tools.convert.storage import Reader
+from tools.convert.storage import Reader, Spec, understood
 
 # The source's own files, kept in the model directory: what they say beyond the architecture (special tokens, ...)
 # returns with megatron2hf.
@@ -49,12 +45,14 @@ class Source:
     tokenizer: dict[str, Path | str] = field(default_factory=dict)  # name in tokenizer/ -> file, or its text
 
 
-def hugging_face(source: Path) -> Source:
+def hugging_face(source: Path, ignore: Collection[str] = ()) -> Source:
     config = huggingface.read_json(source / huggingface.CONFIG)
     where = str(source / huggingface.CONFIG)
-    architecture = registry.read_config(config, where)
-    scalar = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
-    labels = config.get("num_labels", len(config.get("id2label") or [0, 1]))
+    architecture = registry.read_config(config, where, ignore)
+    with understood(where):
+        scalar = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+        labels = config.get("num_labels", len(config.get("id2label") or [0, 1]))
+        offset = float(config.get(OFFSET, 0.0))
     if scalar and labels != 1:
         raise UserError(f"{where}: a classifier with {labels} labels is no reward model; one with num_labels 1 is")
     reader = huggingface.Reader(source)
@@ -73,7 +71,7 @@ def hugging_face(source: Path) -> Source:
             "rows; use the tokenizer the model was trained with"
         )
     expected = registry.their_shapes(architecture, scalar)
-    steps = registry.steps_to_ours(architecture, scalar, float(config.get(OFFSET, 0.0)))
+    steps = registry.steps_to_ours(architecture, scalar, offset)
     return Source(str(source), reader, architecture, scalar, expected, steps, ignored, kept, tokenizer)
 
 
@@ -104,76 +102,49 @@ def _tied_head(reader: huggingface.Reader, family: Family, architecture: Archite
     return [head]
 
 
-@contextlib.contextmanager
-def unpacked(source: Path, beside: Path) -> Iterator[Path]:
-    """A `.nemo` archive as a directory: itself if it is one, else unpacked beside the target and removed at the end."""
-    if source.is_dir():
-        yield source
-        return
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".nemo-", dir=beside) as directory:
-        unpack(source, Path(directory))
-        yield Path(directory)
-
-
-def unpack(source: Path, directory: Path) -> None:
-    """Only plain files and folders, only into `directory`: an archive can name any path, and links that lead away."""
-    try:
-        with tarfile.open(source, "r:*") as archive:
-            for member in archive:
-                parts = Path(member.name).parts
-                if member.name.startswith("/") or ".." in parts or not (member.isfile() or member.isdir()):
-                    raise UserError(
-                        f"{source}: refused, its member '{member.name}' leads out of the archive or is no plain file"
-                    )
-                path = directory.joinpath(*parts)
-                if member.isdir():
-                    path.mkdir(parents=True, exist_ok=True)
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "xb") as file:
-                    shutil.copyfileobj(archive.extractfile(member), file, 1 << 24)
-    except FileExistsError:
-        raise UserError(f"{source}: its member '{member.name}' stands twice in it; pack it again")
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error}); give a .nemo file, or the directory it unpacks to")
-    except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{source}: not a complete .nemo archive ({error}); fetch it again")
-
-
-def nemo(directory: Path, where: str, tokenizer: Path | None) -> Source:
+def nemo(directory: Path, where: str, tokenizer: Path | None, ignore: Collection[str] = ()) -> Source:
     """An unpacked `.nemo`, or a NeMo 2 checkpoint."""
     if (directory / "weights").is_dir():
-        return _nemo2(directory, where, tokenizer)
+        return _nemo2(directory, where, tokenizer, ignore)
     path = directory / "model_config.yaml"
     if not path.is_file():
         raise UserError(f"{where}: neither a .nemo (model_config.yaml) nor a NeMo 2 checkpoint (weights/, context/)")
     config = _yaml(path, where)
     config = config["model"] if isinstance(config.get("model"), dict) else config
-    fields = _fields(nemo1_fields, config, f"{where}: model_config.yaml")
-    files = _given(tokenizer) if tokenizer else _nemo1_tokenizer(config.get("tokenizer") or {}, directory)
-    padding = config.get("make_vocab_size_divisible_by") or 128
-    ranks = config.get("tensor_model_parallel_size") or 1
+    said = f"{where}: model_config.yaml"
+    fields = _fields(nemo1_fields, megatron_keys.NEMO1, config, said, ignore)
+    with understood(said):
+        files = _given(tokenizer) if tokenizer else _nemo1_tokenizer(config.get("tokenizer") or {}, directory)
+        multiple = _multiple(config)
     weights = directory / "model_weights"
     if weights.is_dir():
-        return _distributed(weights, where, fields, files, exact=None, multiple=padding)
+        return _distributed(weights, where, fields, files, exact=None, multiple=multiple)
     return _by_rank(
-        rank_files.find(directory, "model_weights.ckpt"), where, fields, files, exact=None, multiple=padding * ranks
+        rank_files.find(directory, "model_weights.ckpt"), where, fields, files, exact=None, multiple=multiple
     )
 
 
-def _nemo2(directory: Path, where: str, tokenizer: Path | None) -> Source:
+def _nemo2(directory: Path, where: str, tokenizer: Path | None, ignore: Collection[str]) -> Source:
     if (directory / "context" / "model.yaml").is_file():
-        model = _yaml(directory / "context" / "model.yaml", where)
-        config, name = model.get("config") or {}, "context/model.yaml"
+        config, name = _yaml(directory / "context" / "model.yaml", where).get("config"), "context/model.yaml"
     else:
-        objects = huggingface.read_json(directory / "context" / "io.json").get("objects") or {}
-        config, name = _from_io(objects), "context/io.json"
-    fields = _fields(nemo2_fields, config, f"{where}: {name}")
-    files = _given(tokenizer or directory / "context" / "nemo_tokenizer")
-    return _distributed(
-        directory / "weights", where, fields, files, exact=None, multiple=config["make_vocab_size_divisible_by"]
-    )
+        name = "context/io.json"
+        with understood(f"{where}: {name}"):
+            config = _from_io(huggingface.read_json(directory / "context" / "io.json").get("objects") or {})
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: {name} describes no model; restore the file")
+    fields = _fields(nemo2_fields, megatron_keys.NEMO2, config, f"{where}: {name}", ignore)
+    own = directory / "context" / "nemo_tokenizer"
+    files = _given(tokenizer) if tokenizer else _tokenizer_files(own)
+    with understood(f"{where}: {name}"):
+        multiple = _multiple(config)
+    return _distributed(directory / "weights", where, fields, files, exact=None, multiple=multiple)
+
+
+def _multiple(config: dict[str, Any]) -> int:
+    """The vocabulary of the weights is padded to a multiple of this, in files of one rank and of all alike."""
+    padding = config.get("make_vocab_size_divisible_by") or 128
+    return max(1, int(padding) * int(config.get("tensor_model_parallel_size") or 1))
 
 
 def _from_io(objects: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +164,9 @@ def _from_io(objects: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def megatron(source: Path, where: str, tokenizer: Path | None, vocab_size: int | None) -> Source:
+def megatron(
+    source: Path, where: str, tokenizer: Path | None, vocab_size: int | None, ignore: Collection[str] = ()
+) -> Source:
     """A Megatron-LM checkpoint: the directory with latest_checkpointed_iteration.txt, or one iteration's."""
     directory = source
     latest = source / "latest_checkpointed_iteration.txt"
@@ -216,13 +189,14 @@ def megatron(source: Path, where: str, tokenizer: Path | None, vocab_size: int |
         raise UserError(
             f"{directory}: has no arguments ('args'), so the architecture is unknown; save it with Megatron-LM"
         )
-    fields = _fields(megatron_fields, arguments, f"{directory}: args")
-    exact = vocab_size or arguments.get("vocab_size")
-    multiple = arguments.get("make_vocab_size_divisible_by", 128) * arguments.get("tensor_model_parallel_size", 1)
+    fields = _fields(megatron_fields, megatron_keys.MEGATRON_LM, arguments, f"{directory}: args", ignore)
+    with understood(f"{directory}: args"):
+        exact = vocab_size or (arguments.get("vocab_size") and int(arguments["vocab_size"]))
+        multiple = _multiple(arguments)
     if (directory / "common.pt").is_file():
         return _distributed(directory, where, fields, files, exact=exact, multiple=multiple)
     version = common.get("checkpoint_version", 0)
-    if version < 2:
+    if not isinstance(version, (int, float)) or version < 2:
         raise UserError(
             f"{directory}: checkpoint_version {version} orders the rows of query, key and value in an older way; load "
             "and save it with a newer Megatron-LM first"
@@ -234,18 +208,23 @@ def _distributed(directory, where, fields, files, *, exact: int | None, multiple
     format_ = huggingface.read_json(directory / "metadata.json").get("sharded_backend")
     if format_ != "torch_dist":
         raise UserError(f"{where}: its weights are in the format '{format_}'; save them as torch_dist (NeMo 2.0 does)")
-    stored = torch_dist.Reader(directory, None)
-    vocab_size = _vocabulary(stored, where, files, exact, multiple)
-    return _source(torch_dist.Reader(directory, vocab_size), where, fields | {"vocab_size": vocab_size}, files)
+    return _cut(torch_dist.Reader(directory, None), where, fields, files, exact, multiple)
 
 
 def _by_rank(ranks, where, fields, files, *, exact: int | None, multiple: int) -> Source:
     if not ranks:
         raise UserError(f"{where}: holds no weights (model_weights.ckpt, or in mp_rank_*/ or tp_rank_*_pp_rank_*/)")
-    options = dict(gated=fields["gated_mlp"], tied=fields["tie_embeddings"])
-    vocab_size = _vocabulary(rank_files.Reader(ranks, None, **options), where, files, exact, multiple)
-    reader = rank_files.Reader(ranks, vocab_size, **options)
-    return _source(reader, where, fields | {"vocab_size": vocab_size}, files)
+    reader = rank_files.Reader(ranks, gated=fields["gated_mlp"], tied=fields["tie_embeddings"])
+    return _cut(reader, where, fields, files, exact, multiple)
+
+
+def _cut(reader: Reader, where: str, fields: dict, files: dict, exact: int | None, multiple: int) -> Source:
+    """Without the rows that pad the vocabulary."""
+    size = _vocabulary(reader, where, files, exact, multiple)
+    for name in VOCABULARY:
+        if name in reader.specs and reader.specs[name].shape[0] > size:
+            reader.specs[name] = Spec((size, *reader.specs[name].shape[1:]), reader.specs[name].dtype)
+    return _source(reader, where, fields | {"vocab_size": size}, files)
 
 
 def _vocabulary(reader: Reader, where: str, files: dict, exact: int | None, multiple: int) -> int:
@@ -259,6 +238,11 @@ def _vocabulary(reader: Reader, where: str, files: dict, exact: int | None, mult
             f"{where}: the tokenizer has {max(size or 0, exact or 0)} entries, but tensor '{EMBEDDING}' has {rows} "
             "rows; give the model's own tokenizer with --tokenizer"
         )
+    if exact and exact < (size or 0):
+        raise UserError(
+            f"{where}: a vocabulary of {exact} would cut off entries of the tokenizer, which has {size}; give its size "
+            "with --vocab-size, or the model's own tokenizer with --tokenizer"
+        )
     if exact:
         return exact
     if size is not None and rows == -(-size // multiple) * multiple:
@@ -267,11 +251,7 @@ def _vocabulary(reader: Reader, where: str, files: dict, exact: int | None, mult
 
 
 def _source(reader, where: str, fields: dict[str, Any], files: dict) -> Source:
-    try:
-        architecture = configuration.from_dict(Architecture, {"family": "megatron", **fields}, where)
-    except ValueError as error:
-        raise UserError(str(error))
-    architecture = registry.choose_family(architecture)
+    architecture = registry.choose_family(registry.describe("megatron", fields, where))
     scalar = "value_head.weight" in reader.specs
     ours = registry.our_shapes(architecture, scalar)
     ignored = list(reader.ignored)
@@ -290,21 +270,18 @@ def _source(reader, where: str, fields: dict[str, Any], files: dict) -> Source:
     return Source(where, reader, architecture, scalar, expected, steps, ignored, tokenizer=files)
 
 
-def _fields(translate, config: dict[str, Any], where: str) -> dict[str, Any]:
-    try:
+def _fields(translate, keys: Keys, config: dict[str, Any], where: str, ignore: Collection[str]) -> dict[str, Any]:
+    with understood(where):
+        keys.check(config, ignore)
         return translate(config)
-    except KeyError as error:
-        raise UserError(f"{where}: {error} is missing")
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: {error}")
 
 
 def _yaml(path: Path, where: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {path.name} cannot be read ({str(error).splitlines()[0]}); restore the file")
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise UserError(f"{where}: {path.name} holds no settings; restore the file")
 
     def resolve(item: Any) -> Any:
@@ -318,7 +295,14 @@ def _given(tokenizer: Path) -> dict[str, Path | str]:
     """The files of a tokenizer directory or of a SentencePiece `.model`."""
     if tokenizer.is_file():
         return {"tokenizer.model": tokenizer}
-    return {str(file): tokenizer / file for file in huggingface.tokenizer_files(tokenizer)}
+    files = _tokenizer_files(tokenizer)
+    if not files:
+        raise UserError(f"--tokenizer {tokenizer}: no tokenizer there; give a tokenizer's directory or .model file")
+    return files
+
+
+def _tokenizer_files(directory: Path) -> dict[str, Path | str]:
+    return {str(file): directory / file for file in huggingface.tokenizer_files(directory)}
 
 
 def _nemo1_tokenizer(config: dict[str, Any], directory: Path) -> dict[str, Path | str]:

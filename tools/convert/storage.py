@@ -8,6 +8,8 @@ at the end each one calls `close`, and one of them `finish` with what all the ca
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import math
 import os
 import shutil
@@ -23,6 +25,23 @@ from megarlhf.config import UserError
 from megarlhf.models.shapes import Shape
 
 SHARD_BYTES = 5_000_000_000
+
+
+@contextlib.contextmanager
+def understood(where: str) -> Iterator[None]:
+    """For reading settings that others wrote: what is missing or of another kind is a UserError that begins with
+    `where`. A ValueError's own text is made for users ("key: what; remedy")."""
+    try:
+        yield
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{where}: {error} is missing; restore the file")
+    except ValueError as error:
+        raise UserError(f"{where}: {' '.join(str(error).split())}")
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"{where}: a setting is of another kind than expected ({said}); restore the file")
 
 
 @dataclass(frozen=True)
@@ -82,14 +101,50 @@ class Writer(Protocol):
 
 
 @contextlib.contextmanager
+def lock(path: Path, *, certain: bool = False) -> Iterator[None]:
+    """Hold the file `path`, made for it and removed at the end; UserError if another process does. A process that dies
+    lets go of it. Some file systems have no locks: there it holds nothing, or fails with OSError if `certain`."""
+    while True:
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise UserError(f"{path}: another process holds it; wait for that one")
+                if certain or error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+            try:
+                if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    continue  # the holder before removed it meanwhile, and somebody made a new one
+            except FileNotFoundError:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+@contextlib.contextmanager
 def completed(target: Path) -> Iterator[Path]:
-    """A directory to write in that gets the name `target` once the body succeeds and every file is on the disk."""
+    """A directory to write in that gets the name `target` once the body succeeds and every file is on the disk.
+    UserError if `target` has something in it, or if another conversion is writing it."""
     target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(target.with_name(f".{target.name}.lock")))
+        except UserError:
+            raise UserError(f"{target}: another conversion is writing it; wait for that one, or choose another target")
+        yield from _completed(target)
+
+
+def _completed(target: Path) -> Iterator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists already; choose another target or remove it")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
-    partial.mkdir(parents=True)
+    partial.mkdir()
     try:
         yield partial
         for path in partial.rglob("*"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megarlhf.checkpoint import pickles
+from megarlhf.checkpoint import pickles, zips
 from megarlhf.checkpoint.checksums import Checksum, HashedFile, without_crc
 from megarlhf.config import UserError
 from megarlhf.models.shapes import VOCABULARY
@@ -44,6 +45,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..+)")
 EXPERT = re.compile(r"(.*\.mlp\.experts\.experts)\.(\d+)(\..+)")
 EXPERTS = ".mlp.experts.experts."
+MAX_LAYERS = 1_000_000  # times experts; far more than any model has
 
 
 def stored_as(name: str) -> tuple[str, tuple[int, ...]]:
@@ -64,6 +66,7 @@ class Reader:
     def __init__(self, directory: Path, vocab_size: int | None):
         self.directory = directory
         self._metadata = pickles.read_metadata(directory)
+        self._check_files()
         self.stored = {key: Spec(tuple(entry.size), entry.properties.dtype)
                        for key, entry in self._metadata.state_dict_metadata.items()
                        if isinstance(entry, TensorStorageMetadata)}  # fmt: skip
@@ -81,6 +84,9 @@ class Reader:
             if name.startswith("decoder.layers.") and not LAYER.fullmatch(name):
                 rest = name.removeprefix("decoder.layers")
                 depth = 2 if EXPERTS in rest else 1
+                if len(spec.shape) < depth or math.prod(spec.shape[:depth]) > MAX_LAYERS:
+                    raise UserError(f"{directory}: '.metadata' says that '{key}' is {list(spec.shape)}, which no model "
+                                    "has; copy the checkpoint again")  # fmt: skip
                 for place in itertools.product(*map(range, spec.shape[:depth])):
                     single = f"decoder.layers.{place[0]}{rest}"
                     if depth == 2:
@@ -92,7 +98,6 @@ class Reader:
                 spec = Spec((vocab_size, *spec.shape[1:]), spec.dtype)
             self.specs[name] = spec
             self._places[name] = (key, ())
-        self._check_files()
 
     def read(self, name: str) -> Tensor:
         spec = self.specs[name]
@@ -110,19 +115,22 @@ class Reader:
                     break
                 tensor = torch.empty(wanted.sizes, dtype=spec.dtype) if tensor is None else tensor
                 _part(tensor, item.dest_offsets, item.lengths).copy_(part)
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(
-                f"{self.directory}: tensor '{name}' is damaged ({str(error).splitlines()[0]}); copy it again"
-            )
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises nearly anything
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"{self.directory}: tensor '{name}' is damaged ({said}); copy it again")
         return tensor.view(spec.shape)
 
     def _load(self, item: ReadItem) -> Tensor:
         info = self._metadata.storage_data[item.storage_index]
         with open(self.directory / info.relative_path, "rb") as file:
+            zips.check(file, info.offset, info.length)
             blob = _create_file_view(file, info.offset, info.length)
             return _part(torch.load(blob, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths)
 
     def _check_files(self) -> None:
+        """All that `.metadata` speaks of must be there, or it could make us build lists without an end."""
         sizes: dict[str, int] = {}
         for index, info in self._metadata.storage_data.items():
             file = self.directory / info.relative_path
@@ -134,6 +142,13 @@ class Reader:
                 raise UserError(
                     f"{file}: {'ends within' if file.is_file() else 'is missing; it holds'} '{index.fqn}'; "
                     "copy the checkpoint again"
+                )
+        held = sum(sizes.values())
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and entry.size.numel() * entry.properties.dtype.itemsize > held:
+                raise UserError(
+                    f"{self.directory}: '.metadata' says that '{key}' is {list(entry.size)}, but all files together "
+                    f"have {held} bytes; copy the checkpoint again"
                 )
 
 

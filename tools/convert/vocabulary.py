@@ -6,10 +6,16 @@ from pathlib import Path
 
 from megarlhf.config import UserError
 from tools.convert import huggingface
+from tools.convert.storage import understood
 
 
 def size(files: dict[str, Path | str]) -> int | None:
     """The largest id + 1 of the tokenizer in `files` (name -> file); None if they do not say."""
+    with understood(str(next(iter(files.values()), ""))):
+        return _size(files)
+
+
+def _size(files: dict[str, Path | str]) -> int | None:
     if "tokenizer.json" in files:
         content = huggingface.read_json(files["tokenizer.json"])
         vocabulary = (content.get("model") or {}).get("vocab") or {}
@@ -28,4 +34,6 @@ def size(files: dict[str, Path | str]) -> int | None:
             raise UserError(f"{files['tokenizer.model']}: not a SentencePiece model; restore the file")
     else:
         return None
+    if not all(type(index) is int and index >= 0 for index in ids):
+        raise ValueError("the tokenizer's ids must be whole numbers; restore the file")
     return max(ids, default=-1) + 1

@@ -7,13 +7,11 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama
+from tools.convert.keys import HUGGING_FACE
 from tools.convert.mapping import Family, Row
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    if config.get("alibi"):
-        raise ValueError("alibi: true has no counterpart in megarlhf, whose attention has no position biases; choose a "
-                         "Falcon with rotary positions")  # fmt: skip
     activation = config.get("activation", "gelu")
     if activation not in llama.ACTIVATIONS:
         raise ValueError(f"activation: '{activation}' is not supported; known: {', '.join(llama.ACTIVATIONS)}")
@@ -108,4 +106,13 @@ FAMILY = Family(
     rows=rows,
     prefix="transformer.",
     buffers=(r"transformer\.(h\.\d+\.self_attention\.)?rotary(_emb)?\.inv_freq",),
+    keys=HUGGING_FACE.also(
+        """
+        num_hidden_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads bias max_position_embeddings
+        layer_norm_epsilon activation new_decoder_architecture parallel_attn multi_query num_ln_in_parallel_attn
+        """
+        + llama.ROPE,
+        fixed={"alibi": (False,), "apply_residual_connection_post_layernorm": (False,)},
+        harmless="ff_factor",  # transformers reads ffn_hidden_size
+    ),
 )

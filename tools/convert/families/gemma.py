@@ -6,15 +6,12 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama
-from tools.convert.mapping import Family, require
+from tools.convert.mapping import Family
 
 TANH = ("gelu_pytorch_tanh", "gelu", "gelu_new")  # transformers computes the tanh approximation for "gelu" here
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    require(config, {"attention_bias": False, "mlp_bias": False})
-    if config.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention: true has no counterpart in megarlhf; only causal models convert")
     for key in ("hidden_act", "hidden_activation"):
         if config.get(key) not in (None, *TANH):
             raise ValueError(f"{key}: '{config[key]}' is not Gemma's; only gelu_pytorch_tanh can be converted")
@@ -29,4 +26,5 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     return {**config, "architectures": ["GemmaForCausalLM"], "hidden_activation": config["hidden_act"]}
 
 
-FAMILY = Family("gemma", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
+KEYS = llama.FAMILY.keys.also("hidden_activation", {"attention_bias": (False,), "mlp_bias": (False,)})
+FAMILY = Family("gemma", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.models.spec import Architecture
-from tools.convert.mapping import COPY, Family, Row, qkv, require, stacked, transposed
+from tools.convert.keys import HUGGING_FACE
+from tools.convert.mapping import COPY, Family, Row, qkv, stacked, transposed
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    require(config, FIXED)
     activation = config.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation_function: '{activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
@@ -85,4 +85,10 @@ FAMILY = Family(
     rows=rows,
     prefix="transformer.",
     buffers=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+    keys=HUGGING_FACE.also(
+        "n_layer n_embd n_inner n_head n_positions layer_norm_epsilon activation_function",
+        fixed={key: (value,) for key, value in FIXED.items()},
+        # the head of old classifiers, the length once more, and where the softmax is rounded
+        harmless="summary_* n_ctx reorder_and_upcast_attn",
+    ),
 )

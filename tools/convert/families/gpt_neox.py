@@ -6,11 +6,11 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama
-from tools.convert.mapping import Family, Row, require
+from tools.convert.keys import HUGGING_FACE
+from tools.convert.mapping import Family, Row
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    require(config, {"attention_bias": True})
     activation = config.get("hidden_act", "gelu")
     if activation not in llama.ACTIVATIONS:
         raise ValueError(f"hidden_act: '{activation}' is not supported; known: {', '.join(llama.ACTIVATIONS)}")
@@ -30,7 +30,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         parallel_residual=config.get("use_parallel_residual", True),
         tie_embeddings=config.get("tie_word_embeddings", False),
         init_std=config.get("initializer_range", 0.02),
-        **llama.rope_from(config, config.get("rotary_emb_base", 10000.0), config.get("rotary_pct", 0.25)),
+        **llama.rope_from(config, 10000.0, 0.25, "rotary_emb_base", "rotary_pct"),
     )
 
 
@@ -84,5 +84,13 @@ FAMILY = Family(
     rows=rows,
     prefix="gpt_neox.",
     buffers=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    keys=HUGGING_FACE.also(
+        """
+        num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings hidden_act
+        layer_norm_eps use_parallel_residual rotary_emb_base rotary_pct
+        """
+        + llama.ROPE,
+        fixed={"attention_bias": (True,)},
+    ),
     head="embed_out.weight",
 )

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from megarlhf.models.spec import Architecture, RopeScaling
-from tools.convert.mapping import GATE_UP, Family, Row, qkv, require
+from tools.convert.keys import HUGGING_FACE
+from tools.convert.mapping import GATE_UP, Family, Row, qkv
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -17,7 +18,8 @@ ACTIVATIONS = {
 }
 
 
-def from_config(config: dict[str, Any]) -> dict[str, Any]:
+def from_config(config: dict[str, Any], base: float = 10000.0) -> dict[str, Any]:
+    """`base`: of the rotary frequencies, where the configuration does not say it."""
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act: '{activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
@@ -27,8 +29,12 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
             f"attention_bias: {bias} while mlp_bias is {not bias} has no counterpart in Megatron, where the linear "
             "layers have biases all or none"
         )
-    rope = rope_from(config)
-    require({"partial_rotary_factor": rope["rotary_percent"]}, {"partial_rotary_factor": 1.0})
+    rope = rope_from(config, base)
+    if rope["rotary_percent"] != 1:
+        raise ValueError(
+            f"partial_rotary_factor: {rope['rotary_percent']} has no counterpart in this family; only 1.0 can be "
+            "converted"
+        )
     head_dim = config.get("head_dim")
     heads = config["num_attention_heads"]
     return dict(
@@ -75,25 +81,61 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     )
 
 
-def rope_from(config: dict[str, Any], base: float = 10000.0, percent: float = 1.0) -> dict[str, Any]:
+ROPE = " rope_parameters rope_scaling rope_theta partial_rotary_factor"
+
+
+def rope_from(
+    config: dict[str, Any],
+    base: float = 10000.0,
+    percent: float = 1.0,
+    base_key: str = "rope_theta",
+    percent_key: str = "partial_rotary_factor",
+) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling` (whose type was once `type`); `base`
-    and `percent` hold where these say nothing."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = dict(config.get(key) or {})
-    rotary = dict(
-        rotary_base=rope.pop("rope_theta", config.get("rope_theta", base)),
-        rotary_percent=rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent)),
-    )
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if kind == "default":
-        return rotary
+    and `percent` hold where these say nothing. `rope_scaling` comes first where both stand, as in transformers 5;
+    another place that says something else is refused, as other versions may believe it."""
+    said = {key: _rope(key, config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    key = next(iter(said), "rope_parameters")
+    rope = said.get(key, {})
+    effective = {
+        "rope_theta": rope.get("rope_theta", config.get(base_key, base)),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", config.get(percent_key, percent)),
+    }
+    names = {"rope_theta": {"rope_theta", base_key}, "partial_rotary_factor": {"partial_rotary_factor", percent_key}}
+    remedy = "remove the one that is wrong"
+    for place, values in [*said.items(), ("", config)]:
+        for name, value in effective.items():
+            for other in sorted(names[name] & values.keys()):
+                if values[other] != value:
+                    where = f"{place}: its {other}" if place else f"{other}:"
+                    raise ValueError(f"{where} {values[other]} contradicts {name} {value}; {remedy}")
+        if place and (values["kind"], values["scaling"]) != (rope["kind"], rope["scaling"]):
+            raise ValueError(f"{place}: contradicts {key}; {remedy}")
+    rotary = dict(rotary_base=effective["rope_theta"], rotary_percent=effective["partial_rotary_factor"])
+    return rotary if not rope or rope["kind"] == "default" else {**rotary, "rope_scaling": rope["scaling"]}
+
+
+def _rope(key: str, value: Any) -> dict[str, Any]:
+    """One of the two dictionaries: its `kind`, what it says of the frequencies' base and share, and the `scaling`."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}: {value} is no set of settings; restore the file")
+    rope = dict(value)
+    out = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise ValueError(f"{key}: its rope_type {kinds[0]} contradicts its type {kinds[1]}; remove the wrong one")
     known = [field.name for field in dataclasses.fields(RopeScaling)]
-    if kind != "llama3":
-        raise ValueError(f"{key}: rope_type '{kind}' has no counterpart in megarlhf; only default and llama3 convert")
-    if sorted(rope) != sorted(known):
-        raise ValueError(f"{key}: rope_type llama3 needs exactly {', '.join(known)}, not {', '.join(rope) or 'none'}")
-    return {**rotary, "rope_scaling": rope}
+    if kinds[0] not in ("default", "llama3"):
+        raise ValueError(
+            f"{key}: rope_type '{kinds[0]}' has no counterpart in megarlhf; only default and llama3 convert"
+        )
+    needed = known if kinds[0] == "llama3" else []
+    if sorted(rope) != sorted(needed):
+        raise ValueError(
+            f"{key}: rope_type {kinds[0]} needs exactly {', '.join(needed) or 'nothing'}, not "
+            f"{', '.join(map(str, rope)) or 'none'}"
+        )
+    return {**out, "kind": kinds[0], "scaling": rope}
 
 
 BLOCK, LAYER = "model.layers.{i}", "decoder.layers.{i}"
@@ -162,4 +204,12 @@ FAMILY = Family(
     rows=rows,
     prefix="model.",
     buffers=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+    keys=HUGGING_FACE.also(
+        """
+        num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings hidden_act rms_norm_eps attention_bias mlp_bias
+        """
+        + ROPE,
+        harmless="pretraining_tp",  # how a product is summed
+    ),
 )

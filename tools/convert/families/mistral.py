@@ -6,10 +6,10 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama
-from tools.convert.mapping import Family, require
+from tools.convert.mapping import Family
 
 
-def from_config(config: dict[str, Any]) -> dict[str, Any]:
+def from_config(config: dict[str, Any], base: float = 10000.0) -> dict[str, Any]:
     window = config.get("sliding_window", 4096)  # null where there is none; transformers' default is 4096
     length = config.get("max_position_embeddings", 4096 * 32)
     if window is not None and window < length:
@@ -17,8 +17,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
             f"sliding_window: {window} has no counterpart in megarlhf; set max_position_embeddings, now {length}, to "
             "at most as many tokens, up to which attention is the same"
         )
-    require(config, {"attention_bias": False, "mlp_bias": False})
-    return {**llama.from_config(config), "max_position_embeddings": length}
+    return {**llama.from_config(config, base), "max_position_embeddings": length}
 
 
 def to_config(architecture: Architecture) -> dict[str, Any]:
@@ -28,4 +27,5 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     return {**config, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-FAMILY = Family("mistral", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
+KEYS = llama.FAMILY.keys.also("sliding_window", {"attention_bias": (False,), "mlp_bias": (False,)})
+FAMILY = Family("mistral", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

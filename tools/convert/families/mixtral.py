@@ -10,9 +10,9 @@ from tools.convert.mapping import Family, Row
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
-    config = {"sliding_window": None, "rope_theta": 1e6, **config}  # where transformers' defaults are not Mistral's
+    config = {"sliding_window": None, **config}  # where transformers' defaults are not Mistral's; the base is another
     return {
-        **mistral.from_config(config),
+        **mistral.from_config(config, 1e6),
         "num_experts": config.get("num_local_experts", 8),
         "experts_per_token": config.get("num_experts_per_tok", 2),
     }
@@ -31,4 +31,5 @@ def rows(architecture: Architecture) -> list[Row]:
     return llama.expert_rows(architecture, "block_sparse_moe", "w1", "w3", "w2")
 
 
-FAMILY = Family("mixtral", from_config, to_config, rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
+KEYS = mistral.FAMILY.keys.also("num_local_experts num_experts_per_tok", harmless="router_jitter_noise")
+FAMILY = Family("mixtral", from_config, to_config, rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama
-from tools.convert.mapping import Family, require
+from tools.convert.mapping import Family
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -16,9 +16,11 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def no_windows(config: dict[str, Any]) -> None:
-    require(config, {"use_sliding_window": False})
     for kind in config.get("layer_types") or ():
-        require({"layer_types": kind}, {"layer_types": "full_attention"})
+        if kind != "full_attention":
+            raise ValueError(
+                f"layer_types: {kind} has no counterpart in megarlhf; only full_attention can be converted"
+            )
 
 
 def to_config(architecture: Architecture) -> dict[str, Any]:
@@ -30,4 +32,11 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     return {**config, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
 
 
-FAMILY = Family("qwen2", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
+FIXED: dict[str, tuple] = {
+    "use_sliding_window": (False,),  # switches the other settings of windows off
+    "use_mrope": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+}
+KEYS = llama.FAMILY.keys.also("layer_types", FIXED, "sliding_window max_window_layers")
+FAMILY = Family("qwen2", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

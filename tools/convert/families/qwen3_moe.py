@@ -6,14 +6,11 @@ from typing import Any
 
 from megarlhf.models.spec import Architecture
 from tools.convert.families import llama, qwen2
-from tools.convert.mapping import Family, Row, require
+from tools.convert.mapping import Family, Row
 
 
 def from_config(config: dict[str, Any]) -> dict[str, Any]:
     qwen2.no_windows(config)
-    require(config, {"attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1})
-    if config.get("mlp_only_layers"):
-        raise ValueError(f"mlp_only_layers: {config['mlp_only_layers']}, layers without experts, cannot be converted")
     config = {"max_position_embeddings": 32768, **config, "intermediate_size": config.get("moe_intermediate_size", 768)}
     return {
         **llama.from_config(config),
@@ -45,4 +42,8 @@ def rows(architecture: Architecture) -> list[Row]:
     return llama.expert_rows(architecture, "mlp", "gate_proj", "up_proj", "down_proj")
 
 
-FAMILY = Family("qwen3_moe", from_config, to_config, rows, llama.FAMILY.prefix, llama.FAMILY.buffers)
+KEYS = qwen2.FAMILY.keys.also(
+    "moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},  # every layer has experts
+)
+FAMILY = Family("qwen3_moe", from_config, to_config, rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)
