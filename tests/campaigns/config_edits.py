@@ -161,8 +161,10 @@ class Case:
         return self.ours[architecture]
 
 
-def run(cases: tuple[str, ...], every: int, root: Path) -> Iterator[tuple[str, str, Any, str, str]]:
-    """(case, key, value, verdict, details) of every `every`-th edit of `cases`."""
+def run(
+    cases: tuple[str, ...], every: int, root: Path, only: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, Any, str, str]]:
+    """(case, key, value, verdict, details) of every `every`-th edit of `cases`, of the keys `only` if there are any."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokens = torch.randint(0, 61, (logits.ROWS, logits.LENGTH), generator=torch.Generator().manual_seed(0))
@@ -171,6 +173,8 @@ def run(cases: tuple[str, ...], every: int, root: Path) -> Iterator[tuple[str, s
         for name in cases:
             case = Case(name, save(name, root / name), topology, tokens)
             for key, value in edits(case.source):
+                if only and key not in only:
+                    continue
                 number += 1
                 if number % every == 0:
                     yield (name, key, value, *case.judge(key, value))

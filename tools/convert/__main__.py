@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -49,10 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = "without padding, if the checkpoint does not say"
             command.add_argument("--vocab-size", type=_positive, metavar="N", help=text)
     options = parser.parse_args(arguments)
-    with contextlib.suppress(ValueError):  # in another thread than the first, where tests may call this
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _stop)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return _run(options)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
+
+def _run(options: argparse.Namespace) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then takes large tensors' memory in huge pages
     from tools.convert import convert, inspection  # imports torch, which --help should not wait for
     from tools.convert.workers import Workers
