@@ -16,7 +16,7 @@ from megarlhf.checkpoint import Checkpoints
 from megarlhf.cluster import parallel
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
-from megarlhf.metrics import Log
+from megarlhf.log import Log
 from megarlhf.train import offline, setup, sft
 from tests.distributed.test_launch_mpi import find_mpirun
 from tests.e2e.runs import CLI, finish, losses, perplexities, start
