@@ -12,6 +12,7 @@ has no authentication, carries no more than a fingerprint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -148,6 +149,13 @@ def remove_secret(directory: Path, secret: bytes) -> None:
     """Once all ranks have it."""
     with contextlib.suppress(OSError):
         _path(directory, fingerprint(secret)).unlink()
+
+
+def no_way(error: OSError) -> str | None:
+    """What the network says of the other machine, if this error means that it cannot be reached; None: the other end
+    has left."""
+    unreachable = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+    return error.strerror if error.errno in unreachable else None
 
 
 def notice_death(connection: socket.socket) -> None:

@@ -159,10 +159,10 @@ class Hub(threading.Thread):
                 self.drop(peer)
         except (BlockingIOError, InterruptedError):
             pass
-        except (ConnectionResetError, BrokenPipeError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             self.drop(peer)
         except OSError as error:
-            self.drop(peer, error.strerror)
+            self.drop(peer, channel.no_way(error))
 
     def admit(self, peer: _Peer, message: dict[str, Any]) -> None:
         rank = message.get("rank")
@@ -188,12 +188,13 @@ class Hub(threading.Thread):
         self.send(peer, peer.channel.pack(message))
 
     def send(self, peer: _Peer, data: bytes) -> None:
+        sent, reason = 0, None
         try:
             sent = peer.socket.send(data)
-        except OSError:
-            sent = 0
+        except OSError as error:
+            reason = channel.no_way(error)
         if sent < len(data):  # it is gone, or reads nothing
-            self.drop(peer)
+            self.drop(peer, reason)
 
     # ---------------------------------------------------------------------------------------------- messages
 

@@ -97,6 +97,7 @@ class _Watch:
         self.pause = max(1.0, rendezvous.world_size / 500)  # seconds between two beats, at least: rank 0 reads them all
         self.all_here, self.closing, self.stepped = threading.Event(), threading.Event(), threading.Event()
         self.rank0: Beat | None = None  # its last answer
+        self.broken: OSError | None = None  # why no beat can be sent any more
         self.hub = None
         try:
             own = probe.own_address(rendezvous, store)
@@ -176,8 +177,9 @@ class _Watch:
             self.stepped.clear()
             try:
                 self.send(beat=dataclasses.asdict(self.beat()))
-            except OSError:
-                return  # `listen` sees it too
+            except OSError as error:
+                self.broken = error
+                return
 
     def listen(self) -> None:
         """Rank 0's messages. It answers every beat, so its silence for the time-out means that it is stopped."""
@@ -186,7 +188,9 @@ class _Watch:
             while not self.closing.is_set():
                 try:
                     line = self.next_line()
-                except TimeoutError:
+                except TimeoutError as error:
+                    if error.errno is not None:  # the kernel's own: nothing was acknowledged for too long
+                        raise
                     if clock.read() - heard > self.timeout:
                         how = f"has been silent for {self.timeout:.0f} s: stopped, or cut off"
                         break
@@ -194,14 +198,15 @@ class _Watch:
                 heard = clock.read()
                 if self.take(self.channel.unpack(line)):
                     return
-        except (EOFError, ConnectionResetError):  # the latter: the kernel's word for a process that left beats unread
+        except (EOFError, OSError, ValueError) as error:
+            time.sleep(0.2)  # the kernel tells its reason once, to this thread or to the one that sends
+            reasons = [channel.no_way(one) for one in (error, self.broken) if isinstance(one, OSError)]
             how = GONE
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            how = (
-                f"cannot be reached any more ({reason}): its machine is down, or the way between it and "
-                f"{self.rendezvous.node} is cut"
-            )
+            if reason := next(filter(None, reasons), None):
+                how = (
+                    f"cannot be reached any more ({reason}): its machine is down, or the way between it and "
+                    f"{self.rendezvous.node} is cut"
+                )
         if not self.closing.is_set():
             self.lost(how)
 
