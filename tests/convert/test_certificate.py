@@ -93,6 +93,8 @@ def test_verify_reads_what_is_on_the_disk(converted, tmp_path, capsys):
     data[data.index(part)] ^= 1
     file.write_bytes(data)
     verify_fails(capsys, converted / "source", target, "decoder.layers.0.self_attention.linear_proj.weight")
+    assert main(["megatron2hf", str(target), str(tmp_path / "back")]) == 2
+    assert f"{file}: is not what was written" in capsys.readouterr().err and not (tmp_path / "back").exists()
     (target / "certificate.json").unlink()
     verify_fails(capsys, converted / "source", target, "has no certificate.json")
 

@@ -261,7 +261,10 @@ def test_a_rank_killed_in_a_save_leaves_no_process(tmp_path, mode):
 
 
 def agree_on(directory):
-    """Rank 1 has found an older step; then, from another working directory, it does not see the newest at all."""
+    """Both ranks have found an older step; since then there is a newer one, which rank 1, in another working directory,
+    does not see."""
+    from types import SimpleNamespace
+
     from megarlhf.cluster.launch import Rendezvous
     from megarlhf.train import setup
     from megarlhf.train.setup import Start
@@ -269,18 +272,17 @@ def agree_on(directory):
 
     rank = dist.get_rank()
     here = Rendezvous("env", rank, 2, rank, 2, f"node{rank}", "127.0.0.1", None)
-    old, new = (Path(directory) / "checkpoints" / f"step_{step:08d}" for step in (1, 2))
+    plan = Plan(Start(LLAMA, None, None, Path(directory) / "checkpoints" / "step_00000001"), None, None, 1, ())
 
-    def plan(path):
-        return Plan(Start(LLAMA, None, None, path), None, None, 1, ())
+    def agreed(run, resume=True):
+        settings = SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume))
+        return setup.agree(settings, plan, here).start.resume_from
 
-    found = setup.agree(plan(new if rank == 0 else old), here).start.resume_from
-    nothing = setup.agree(plan(None if rank == 0 else old), here).start.resume_from
+    found, nothing = agreed(directory), agreed(directory, resume=False)
     before = os.getcwd()
     os.chdir(directory if rank == 0 else os.path.join(directory, "elsewhere"))
     try:
-        relative = new.relative_to(directory)
-        message = refusal(lambda: setup.agree(plan(relative if rank == 0 else None), here))
+        message = refusal(lambda: agreed("."))
     finally:
         os.chdir(before)
     return found, nothing, message

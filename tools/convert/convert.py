@@ -87,6 +87,7 @@ def megatron2hf(source: Path, target: Path, options: Options = Options(), worker
     """A model, checkpoint or run of megarlhf -> a directory for transformers' from_pretrained."""
     start, workers = time.perf_counter(), workers or Workers()
     opened, config, notes = exports.open_model(source, options.role)
+    workers.together(lambda: _undamaged(opened.reader.directory, workers))
     specs = plan(opened.reader.specs, opened.expected, opened.steps, DTYPES.get(options.dtype), opened.where)
     config.pop("dtype", None)  # transformers 5 writes `dtype` but reads `torch_dtype` too, 4 only knows the latter
     widest = max((spec.dtype for spec in specs.values()), key=lambda dtype: dtype.itemsize)
@@ -105,6 +106,12 @@ def megatron2hf(source: Path, target: Path, options: Options = Options(), worker
 
         notes += workers.first(complete) or ()
     return _summary(target, specs, start, notes)
+
+
+def _undamaged(directory: Path, workers: Workers) -> None:
+    """Refuse (UserError) a model whose files are not what was written; each process reads its share."""
+    if damage := checksums.damage(directory, rank=workers.rank, size=workers.size):
+        raise UserError(damage)
 
 
 def _write(directory: Path, files: dict[str, Path | str]) -> None:
