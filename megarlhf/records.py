@@ -6,6 +6,7 @@ the lines of the steps that it is going to repeat are dropped (`keep_until`), so
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -36,6 +37,16 @@ def keep_until(path: Path, step: int) -> None:
         target.writelines(line for line in source if step > 0 and _step_of(line) <= step)
 
 
+def last_step(path: Path) -> int:
+    """The step of the last whole line of a JSONL file; -1 if there is none."""
+    try:
+        with path.open("rb") as file:
+            steps = [step for line in file if (step := _step_of(line)) < float("inf")]
+    except OSError:
+        return -1
+    return int(steps[-1]) if steps else -1
+
+
 def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
@@ -64,6 +75,9 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can do that
+            raise
     finally:
         os.close(descriptor)
 

@@ -27,7 +27,7 @@ from megarlhf.checkpoint import checksums, steps
 from megarlhf.checkpoint.checksums import Checksum
 from megarlhf.checkpoint.loading import inspect, load, reason
 from megarlhf.checkpoint.steps import LATEST, STATE, read_state
-from megarlhf.cluster import watchdog
+from megarlhf.cluster import lease, watchdog
 from megarlhf.config import UserError
 
 __all__ = ["LATEST", "STATE", "CheckpointConfig", "Checkpoints", "Saveable", "inspect", "load", "read_state"]
@@ -90,12 +90,12 @@ class Checkpoints:
         started = time.monotonic()
         final = steps.path_of(self.directory, step)
         partial = final.with_name(final.name + steps.PARTIAL)
-        if dist.get_rank() == 0:
-            self.sweep()
-            for name in models:
-                (partial / name).mkdir(parents=True)
-        dist.barrier()
         with self._named_errors(partial):
+            if dist.get_rank() == 0:
+                self.sweep()
+                for name in models:
+                    (partial / name).mkdir(parents=True)
+            dist.barrier()
             saves = {
                 name: _save_sharded(model.sharded_state(loading=False), partial / name, self.config.asynchronous)
                 for name, model in models.items()
@@ -114,8 +114,9 @@ class Checkpoints:
                     }
                     own_hash = checksums.write(partial, written)
                     steps.sync_tree(partial)
+                    lease.verify()  # all this took its time
                     steps.publish(partial, final, own_hash)
-                steps.retire(final, self.config.keep)
+                    steps.retire(final, self.config.keep)
             dist.barrier()
             self.seconds = time.monotonic() - started
 
@@ -156,11 +157,22 @@ class Checkpoints:
         except (CheckpointException, CheckpointingException, OSError) as error:
             if getattr(error, "failures", None) == {}:  # on all ranks but the first, which has the causes
                 raise
-            free = shutil.disk_usage(self.directory).free / 1e9
             raise UserError(
-                f"{directory}: cannot be written ({reason(error)}; {free:.3f} GB are free there); make room or mend "
-                f"the file system, and start again: the last good checkpoint is {self.latest()}"
+                f"{directory}: cannot be written ({reason(error)}{self._free()}); make room or mend the file system, "
+                f"and start again: the last good checkpoint is {self._latest_known()}"
             )
+
+    def _free(self) -> str:
+        try:
+            return f"; {shutil.disk_usage(self.directory).free / 1e9:.3f} GB are free there"
+        except OSError:
+            return ""
+
+    def _latest_known(self) -> Path | str | None:
+        try:
+            return self.latest()
+        except UserError as error:
+            return f"unknown ({error})"
 
 
 def _save_sharded(state: dict[str, Any], directory: Path, asynchronous: bool) -> tuple[Any, dict[str, Checksum]]:

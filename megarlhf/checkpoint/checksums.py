@@ -94,7 +94,7 @@ def find(directory: Path) -> tuple[Path, dict[str, Checksum]] | None:
     """(root, files) for a checkpoint directory, or for a model directory in one: then the files of the model and what
     there is of the small ones of the checkpoint. None if nothing says what they must be. Raises UserError for a damaged
     checksums.json."""
-    directory = directory.absolute()
+    directory = directory.resolve()  # a link to a model must not hide the checkpoint that it is in
     files = _read(directory)
     if files is not None:
         return directory, files

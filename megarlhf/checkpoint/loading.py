@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarlhf.checkpoint import checksums, pickles
+from megarlhf.cluster import watchdog
 from megarlhf.config import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
 
     from megarlhf.checkpoint import strategies
 
+    watchdog.phase("check files")
     check(directory)
+    watchdog.phase("load")
     state = model.sharded_state(loading=True, weights_only=weights_only, fresh=fresh)
     try:
         strategy = FullyParallelLoadStrategyWrapper(

@@ -111,11 +111,13 @@ def remove(path: Path) -> None:
 
 def sweep(directory: Path) -> None:
     """Remove what saves and removals that were killed or failed have left; the disk may be full of it."""
-    with contextlib.suppress(UserError):
-        current = latest(directory)
-        for path in directory.glob(f"step_*{REPLACED}"):
-            if path != current:
-                remove(path)
+    for path in directory.glob(f"step_*{REPLACED}"):
+        final = path.with_name(path.name.removesuffix(REPLACED))
+        if is_complete(final):
+            remove(path)
+        else:  # killed just before the new one got the name
+            with contextlib.suppress(OSError):
+                os.replace(path, final)
     for suffix in (PARTIAL, REMOVING):
         for path in directory.glob(f"step_*{suffix}"):
             shutil.rmtree(path, ignore_errors=True)

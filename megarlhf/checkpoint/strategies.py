@@ -20,7 +20,6 @@ import os
 import pickle
 import queue
 import signal
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,12 +78,12 @@ class SaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
 
 
 class _Results:
-    """How the results of one save come back from the process that wrote, once it has ended: in a file without a name,
-    which takes any amount without anybody reading meanwhile."""
+    """How the results of one save come back from the process that wrote, once it has ended: in a file in memory, which
+    takes any amount without anybody reading meanwhile."""
 
     def __init__(self):
         self.rank_pid = os.getpid()
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the save
+        self._file = open(os.memfd_create("results of a save"), "w+b")  # noqa: SIM115, it lives as long as the save
 
     def put(self, results: Any) -> None:
         pickle.dump(results, self._file)

@@ -90,27 +90,32 @@ class Lease:
         Raises UserError if another job has it. Where that job may still live and cannot be asked, this waits for its
         next renewal, or for LIMIT seconds without one.
         """
-        first: float | None = None
+        watched: tuple[float, float] | None = None  # its last renewal, and since when we have seen no other
         taken_from = ""
         try:
             self.run.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 if (found := self._read()) is None:
-                    continue  # it was released this moment
+                    time.sleep(0.1)  # it was released this moment
+                    continue
                 holder, renewed = found
                 age = self._now() - renewed
-                gone = self._gone(holder) or (f"it was not renewed for {age:.0f} s" if age > LIMIT else None)
+                gone = self._gone(holder)
+                # not on one look: clocks jump, and a machine that comes back from a suspension renews in a moment
+                if age > LIMIT and watched is not None and _clock() - watched[1] > 2 * RENEWAL:
+                    gone = gone or f"it was not renewed for {age:.0f} s"
                 if gone is not None:
                     if self._remove(holder.token, renewed):
                         taken_from = f"{self.run}: taken over from {holder}: {gone}"
                     continue
-                if holder.machine == self.holder.machine or (first is not None and renewed > first):
+                stale = age > LIMIT and (watched is None or renewed == watched[0])
+                if (holder.machine == self.holder.machine and not stale) or (watched and renewed > watched[0]):
                     raise UserError(
                         f"run: {self.run} belongs to another job that still runs ({holder}); wait until it ends, or "
                         "give another run directory"
                     )
-                if first is None:
-                    first = renewed
+                if watched is None:
+                    watched = (renewed, _clock())
                     _say(f"{self.run}: waiting to see whether its job still runs ({holder}), at most {LIMIT:.0f} s")
                 time.sleep(1)
         except OSError as error:
@@ -165,6 +170,9 @@ class Lease:
             return False
         try:
             os.write(file, json.dumps(dataclasses.asdict(self.holder)).encode() + b"\n")
+        except OSError:
+            self.path.unlink()  # nobody could tell whose it is
+            raise
         finally:
             os.close(file)
         self.renewed = now
@@ -191,7 +199,7 @@ class Lease:
         own = self.holder
         if holder.job is not None and holder.job == own.job and holder.restart < own.restart:
             return "the job was queued again"
-        if holder.machine == own.machine and _started(holder.pid) != holder.started:
+        if holder.machine == own.machine and _started(holder.pid) != holder.started and not _hidden(holder.pid):
             return "that process has ended"
         return None
 
@@ -271,6 +279,17 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])  # field 22 of proc(5)
+
+
+def _hidden(pid: int) -> bool:
+    """Whether this is a live process of another user's: /proc may be mounted so that it does not show them."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _clock() -> float:

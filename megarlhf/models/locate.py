@@ -47,13 +47,6 @@ def find_tokenizer(path: str | Path) -> Path | None:
 
 
 def _checkpoint(path: Path) -> Path:
-    """The checkpoint directory of `path`: the latest one if it is a run, else `path` itself."""
+    """The checkpoint directory of `path`: the latest one if it is a run, as a resumed run finds it; else `path`."""
     step = steps.pointed(path / "checkpoints")
-    if step is None:
-        return path
-    if not step.is_dir():
-        raise UserError(
-            f"{step.parent / steps.LATEST}: names '{step.name[:80]}', which does not exist; write the name of a "
-            "complete step into it"
-        )
-    return step
+    return step if step is not None and step.is_dir() else steps.latest(path / "checkpoints") or path

@@ -48,6 +48,6 @@ def check(
     if sum(needs.values()) > most:
         name = max(needs, key=lambda name: needs[name])
         raise UserError(
-            f"{name} alone take {needs[name] / 1e9:,.0f} GB of each rank's memory, and no device has more than "
-            f"{most / 1e9:,.0f} GB; lower that size, or share it among more ranks"
+            f"each rank would need {sum(needs.values()) / 1e9:,.0f} GB of memory, {needs[name] / 1e9:,.0f} of them for "
+            f"{name}, and no device has more than {most / 1e9:,.0f} GB; lower that size, or share it among more ranks"
         )

@@ -51,6 +51,7 @@ def train(
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]
         if bad:  # gradients alone are the engine's affair: it skips the update
             names = ", ".join(bad)
+            checkpoints.finish()  # all ranks come here
             raise UserError(
                 f"step {step}: {names} is not finite; the last good checkpoint is {checkpoints.latest()}; lower "
                 "optimizer.lr or look at the data of this step"

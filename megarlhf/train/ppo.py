@@ -179,6 +179,12 @@ def check(settings: PPORunConfig, world_size: int) -> Plan:
             "ppo.score_position: 'last' is the last token of the fixed length, but sampler.stop_at_eos ends responses "
             "before; use last_valid, or stop_at_eos: false"
         )
+    draw = settings.sampler
+    if settings.ppo.kl.estimator == "exact" and (draw.greedy or draw.top_k or draw.top_p < 1):
+        raise UserError(
+            "ppo.kl.estimator: exact is the KL of the whole vocabulary, but sampler.top_k, top_p or greedy leave out "
+            "tokens; use k1, or sample from all tokens"
+        )
     if any(source.url for source in settings.scoring.sources) and 60 * settings.job.hang_minutes <= sources.PATIENCE:
         raise UserError(
             f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while a reward server is still within "

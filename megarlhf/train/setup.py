@@ -73,9 +73,7 @@ def find(settings: Any, *, length: int, key: str = "data.max_length", role: str)
     check_wandb(settings.log.wandb)
     notes: list[str] = []
     checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
-    if not settings.checkpoint.resume:
-        refuse_used(Path(settings.run))
-    resume_from = checkpoints.latest() if settings.checkpoint.resume else None
+    resume_from = latest(settings)
     if resume_from is not None:
         checksums.check(resume_from, small=True)
         if not (checkpoints.directory / LATEST).exists():
@@ -87,6 +85,30 @@ def find(settings: Any, *, length: int, key: str = "data.max_length", role: str)
         notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
         notes += [f"changed since then: {change}" for change in state.changes(settings, resume_from)]
     return Start(architecture, tokenizer, source, resume_from, tuple(notes))
+
+
+def latest(settings: Any) -> Path | None:
+    """The step directory to resume from; None for a run that begins. Refuses (UserError) to begin where a run is."""
+    run = Path(settings.run)
+    # what Slurm or torchrun starts again goes on with what it has saved
+    again = any(os.environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    if not settings.checkpoint.resume and not again:
+        refuse_used(run)
+        return None
+    found = Checkpoints(run, settings.checkpoint).latest()
+    if found is None:
+        refuse_without_checkpoints(run, settings.checkpoint.every)
+    return found
+
+
+def refuse_without_checkpoints(run: Path, every: int) -> None:
+    """A run that has come this far has saved itself. Without checkpoints it would begin again and lose its metrics."""
+    step = records.last_step(run / "metrics.jsonl")
+    if step >= 2 * every:
+        raise UserError(
+            f"run: {run} has metrics up to step {step}, but no checkpoint; restore {run / 'checkpoints'} (is its file "
+            "system mounted?), or give another run directory"
+        )
 
 
 def refuse_used(run: Path) -> None:
@@ -154,9 +176,7 @@ def agree(settings: Any, plan: P, rendezvous: Rendezvous) -> P:
     """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
     directory, and the job that had it before may have saved since. Collective. Raises UserError, on all ranks alike,
     where a rank does not see rank 0's."""
-    box: list[Path | None] = [None]
-    if rendezvous.rank == 0 and settings.checkpoint.resume:
-        box = [Checkpoints(Path(settings.run), settings.checkpoint).latest()]
+    box = [latest(settings) if rendezvous.rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
     (chosen,) = box
     unseen = None
@@ -169,7 +189,12 @@ def agree(settings: Any, plan: P, rendezvous: Rendezvous) -> P:
                 "there; mount the same file system on every node, or exclude this one"
             )
     raise_together(unseen)
-    return replace(plan, start=replace(plan.start, resume_from=chosen))
+    notes = plan.start.notes
+    if chosen is not None and chosen != plan.start.resume_from:
+        notes = (
+            f"resuming {settings.run} after step {checkpoint.read_state(chosen)['step']}, which was saved meanwhile",
+        )
+    return replace(plan, start=replace(plan.start, resume_from=chosen, notes=notes))
 
 
 def is_finished(settings: Any, start: Start, topology: Topology, total: int) -> bool:

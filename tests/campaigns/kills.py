@@ -220,6 +220,8 @@ def a_run(name: str, ranks: int, count: int, place: Place, rng: random.Random) -
             problems.append(f"status {attempt.process.returncode}: {attempt.log}")
         break
     problems += differences(run, straight)
+    if problems and not kills:  # it failed before it could be killed
+        kills.append(Kill(name, ranks, "asynchronous" if asynchronous else "synchronous", "none"))
     for kill in kills:  # what is wrong in the end is told once
         kill.problems += problems if kill is kills[-1] else ["see the last kill of this run"] if problems else []
         yield kill

@@ -31,7 +31,8 @@ MODULES = {name: PROGRAMS[name][0] for name in TRAINING}
 def load(path: Path, overrides: list[str]) -> tuple[Any, Any]:
     """(the program that the file is for, its configuration)."""
     modules = {name: importlib.import_module(module) for name, module in MODULES.items()}
-    module = modules[preflight.guess(str(path), modules)]
+    counts = preflight.matches(str(path), modules)
+    module = modules[max(counts, key=lambda name: counts[name])]
     presets = getattr(module, "PRESETS", None)
     return module, config.load(preflight.settings_of(module), str(path), overrides, presets=presets)
 
