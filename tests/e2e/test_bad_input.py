@@ -46,7 +46,7 @@ ONE_RANK = {
     ),
     "memory": (
         ["training.micro_batch_size=4000000000", "training.global_batch_size=4000000000"],
-        "a micro-batch of 4,000,000,000 rows of 64 tokens alone take",
+        "a micro-batch of 4,000,000,000 rows of 64 tokens, and no device has more than",
     ),
     "rotary_percent": (["model.architecture.rotary_percent=3"], "rotary_percent: must be above 0 and at most 1, not 3"),
     "odd rotary": (["model.architecture.rotary_percent=0.5", "model.architecture.head_dim=6"], "channels are 3"),

@@ -64,6 +64,7 @@ def tiny_files(settings: Any, directory: Path) -> list[str]:
             values["ptx.data.train"] = str(directory / "SFTConfig.jsonl")
     else:
         values["data.train"] = values["data.validation"] = str(directory / f"{program}.jsonl")
+        values["training.steps"] = max(1, settings.optimizer.warmup_steps)  # an epoch of these files is too short
         if getattr(settings, "normalization", None) is not None:
             values["normalization.prompts.path"] = str(directory / "prompts.jsonl")
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -121,7 +122,7 @@ def save_models(directory: Path, depths: list[int]) -> None:
 
     for layers in depths:
         architecture = Architecture("llama", layers, hidden_size=64, ffn_hidden_size=64, num_attention_heads=8,
-                                    num_query_groups=8, vocab_size=300, max_position_embeddings=64)  # fmt: skip
+                                    num_query_groups=8, vocab_size=300, max_position_embeddings=8192)  # fmt: skip
 
         def write(path, architecture=architecture):
             for role in ("actor", "reward"):
