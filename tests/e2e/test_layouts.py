@@ -186,7 +186,9 @@ def truth(ranks, directory) -> Path:
 
 @pytest.mark.parametrize("world_size", [size for size in LAYOUTS if size > 1])
 def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
-    ranks.run(world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)])
+    ranks.run(
+        world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)], timeout=600
+    )
     for name, (_, _, families) in LAYOUTS[world_size].items():
         for run in [*families.split(), *(["reward"] if "llama" in families else [])]:
             same(numbers(truth / f"{run} {name}"), numbers(truth / f"{run} one"), f"{run} {name}")
