@@ -234,7 +234,7 @@ REFUSED = {  # on 2 ranks, before there is a process group
     "response length": ("reward", [], ["normalization.response_length=0"],
                         "normalization.response_length: must be at least 1, not 0"),
     "positions": ("reward", [], ["model.checkpoint=gpt2", "normalization.response_length=90"],
-                  "response_length: prompts of 8 tokens and responses of 90 need 98 positions, but the model has 64"),
+                  "normalization: prompts.length + response_length: rows of 98 tokens are longer than the model's 64"),
 }  # fmt: skip
 
 
