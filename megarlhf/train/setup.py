@@ -97,14 +97,19 @@ def latest(settings: Any) -> Path | None:
         return None
     found = Checkpoints(run, settings.checkpoint).latest()
     if found is None:
-        refuse_without_checkpoints(run, settings.checkpoint.every)
+        refuse_without_checkpoints(run)
     return found
 
 
-def refuse_without_checkpoints(run: Path, every: int) -> None:
+def refuse_without_checkpoints(run: Path) -> None:
     """A run that has come this far has saved itself. Without checkpoints it would begin again and lose its metrics."""
     step = records.last_step(run / "metrics.jsonl")
-    if step >= 2 * every:
+    try:
+        every = config.read(run / state.RUN_FILE, "the configuration", "")["checkpoint"]["every"]
+        saved = step >= 2 * every  # one that is written in the background has its name before the next begins
+    except (UserError, KeyError, TypeError):
+        return
+    if saved:
         raise UserError(
             f"run: {run} has metrics up to step {step}, but no checkpoint; restore {run / 'checkpoints'} (is its file "
             "system mounted?), or give another run directory"

@@ -29,7 +29,7 @@ def test_it_learns_and_writes_what_it_says(straight):
     assert curve[8] < curve[4] < 0.7 * curve[0]
     assert (run / "checkpoints" / "latest").read_text().split()[0] == "step_00000008"
     step = run / "checkpoints" / "step_00000008"
-    assert {path.name for path in step.iterdir()} == {"actor", "tokenizer", "run.yaml", "state.json"}
+    assert {path.name for path in step.iterdir()} == {"actor", "tokenizer", "run.yaml", "state.json", "checksums.json"}
     assert list((run / "tensorboard").iterdir())
 
 
