@@ -34,7 +34,8 @@ export MEGARLHF_REQUEUE=$PWD/.requeue-$SLURM_JOB_ID
 early="a rank was killed before the ranks had met"
 last=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
 rm -f "$MEGARLHF_REQUEUE"
-find . -maxdepth 1 -name '.requeue-*' -mmin +1440 -delete || true # of jobs that were killed with their batch scripts
+# A month old: of jobs that were killed with their batch scripts.
+find . -maxdepth 1 -name '.requeue-*' -mmin +43200 -delete || true
 trap 'rm -f "$MEGARLHF_REQUEUE"' EXIT
 
 status=0
@@ -44,7 +45,8 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${containe
 reason=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
 if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
   # Nobody in the run could say this. Twice in a row is no accident.
-  limit=$({ cat "$config"; printf '%s\n' "$@"; } | sed -n 's/^[ a-z.]*max_requeues[:=] *\([0-9]*\).*/\1/p' | tail -n 1)
+  limit=$({ cat "$config"; printf '%s\n' "$@"; } |
+    sed -nE "s/^([^#]*[^#a-z_])?max_requeues[\"']? *[:=] *([0-9]+).*/\2/p" | tail -n 1)
   if [ "$last" = "$early" ]; then
     echo "== not requeued: twice in a row $early (status $status); look for its last words above, or at its node"
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "${limit:-100}" ]; then

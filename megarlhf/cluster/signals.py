@@ -1,4 +1,4 @@
-"""USR1 and TERM, from the program's first instruction on; imports neither torch nor megatron.
+"""USR1 and TERM, from the program's first line on; imports neither torch nor megatron.
 
 USR1 is always remembered: the loop acts at its first safe point. TERM is remembered once the ranks have met; before
 that there is nothing to save, and the process leaves at once.
@@ -29,6 +29,14 @@ def remember() -> None:
     """From now on both signals ask for a save instead of ending the process."""
     signal.signal(signal.SIGUSR1, _remember)
     signal.signal(signal.SIGTERM, _remember)
+
+
+def end_at_once() -> None:
+    """From now on both signals end the process; so does one that has come before and was remembered."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    if _asked != STAY:
+        signal.raise_signal(signal.SIGTERM if _asked == END else signal.SIGUSR1)
 
 
 def _remember(number: int, _) -> None:

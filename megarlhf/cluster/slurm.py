@@ -134,7 +134,8 @@ def request_requeue(reason: str, config: JobConfig, run: Path | None = None, fai
     """Ask the batch script for another attempt; what to add to the message about it. Any rank may call it.
 
     `failure` describes a failure without what differs between attempts (process ids, nodes). It is recorded in `run`,
-    and when the attempt before has ended with the same one, there is no further attempt.
+    and when attempts in a row have ended with the same one, there is no further attempt: two in the same step, three
+    before the first step, where whatever is lost is lost alike.
     """
     if "MEGARLHF_REQUEUE" not in os.environ:
         return ""
@@ -181,18 +182,18 @@ def _count_start(run: Path, step: int) -> None:
 
 
 def _repeats(run: Path, failure: str) -> bool:
-    """Record `failure` as that of this attempt; whether the attempt before has recorded the same."""
+    """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return False
     record = _read_record(run, job)
     last = record.get("failure", {})
     if last.get("attempt") != _restarts():  # else another rank has recorded it
-        repeats = last.get("attempt") == _restarts() - 1 and last.get("what") == failure
-        last = {"attempt": _restarts(), "what": failure, "repeats": repeats}
+        again = last.get("attempt") == _restarts() - 1 and last.get("what") == failure
+        last = {"attempt": _restarts(), "what": failure, "alike": last.get("alike", 1) + 1 if again else 1}
         with contextlib.suppress(OSError):  # a full disk, say; then there is one attempt more
             _write_record(run, {**record, "failure": last})
-    return last.get("repeats") is True
+    return last.get("alike", 1) >= (2 if re.search(r" in step \d+$", failure) else 3)
 
 
 def _read_record(run: Path, job: str) -> dict[str, Any]:

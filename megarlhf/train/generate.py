@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from megarlhf import checkpoint, config
 from megarlhf.batch import Rollout
-from megarlhf.cluster import launch, watchdog
+from megarlhf.cluster import launch, signals, watchdog
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
@@ -65,8 +64,7 @@ def main(path: str | None, overrides: list[str]) -> None:
     rendezvous = launch.resolve()
     plan = check(settings, rendezvous.world_size)
     topology = setup.cluster(rendezvous, settings, Path(settings.out).absolute().parent)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # there is nothing to save before the end
-        signal.signal(number, signal.SIG_DFL)
+    signals.end_at_once()  # there is nothing to save before the end
     generate(settings, plan, topology)
 
 

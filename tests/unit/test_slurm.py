@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -49,12 +54,13 @@ def test_requeues_are_bounded_and_asked_for_in_a_file(job, tmp_path):
 
 
 def test_a_failure_that_repeats_is_not_tried_again(job, tmp_path):
-    """Twice the same in a row; other ranks of one attempt may report it, too."""
+    """Twice the same in a row, three times before the first step; other ranks of one attempt may report it, too."""
     config, run, request = JobConfig(), tmp_path / "run", tmp_path / "requeue"
     job.setenv("SLURM_JOB_ID", "71")
     job.setenv("MEGARLHF_REQUEUE", str(request))
     story = [("killed in step 3", True), ("killed in step 5", True), ("killed in step 5", False), (None, True),
-             ("killed in step 5", True), ("killed in step 5", False)]  # fmt: skip
+             ("killed in step 5", True), ("killed in step 5", False), ("lost before the first step", True),
+             ("lost before the first step", True), ("lost before the first step", False)]  # fmt: skip
     for attempt, (failure, goes_on) in enumerate(story):
         job.setenv("SLURM_RESTART_COUNT", str(attempt))
         slurm.take_over()
@@ -63,7 +69,7 @@ def test_a_failure_that_repeats_is_not_tried_again(job, tmp_path):
         for _ in range(2):
             text = slurm.request_requeue("why", config, run, failure)
             assert ("the job is requeued" in text) == goes_on == bool(request.read_text())
-        assert goes_on or "the attempt before ended alike (killed in step 5)" in text
+        assert goes_on or f"the attempt before ended alike ({failure})" in text
         request.unlink()
     assert [path.name for path in run.iterdir()] == [slurm.STARTS]
 
@@ -84,6 +90,27 @@ def test_nodes_with_ranks_missing(job):
     assert slurm.incomplete_nodes(here) == "; nodes with ranks missing: node2 (1 of 2), node3 (0 of 1)"
 
 
+def commands(root: Path, **scripts: str) -> None:
+    """Executables below `root`."""
+    for path, lines in scripts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"#!/bin/sh\n{lines}\n")
+        (root / path).chmod(0o755)
+
+
+def run_script(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """run.sh in `root`, with the commands in its bin."""
+    return subprocess.run(
+        [shutil.which("bash", path="/bin:/usr/bin"), ROOT / "examples/slurm/run.sh", "sft", "x.yaml", "seed=1"],
+        cwd=root,
+        env={"PATH": f"{root}/bin:/bin:/usr/bin", "SLURM_JOB_NAME": "x", "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NODELIST": "node1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -96,25 +123,40 @@ def test_nodes_with_ranks_missing(job):
 )
 def test_which_python_a_job_starts(tmp_path, environment, expected):
     """run.sh up to srun, which here is a command that prints what it is given."""
-    for path, content in {
-        ".venv/bin/python": "#!/bin/sh\n",
-        "bin/srun": '#!/bin/sh\nprintf "%s\\n" "$@" --container-image=\n',
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text(content)
-        (tmp_path / path).chmod(0o755)
+    commands(tmp_path, **{".venv/bin/python": "", "bin/srun": 'printf "%s\\n" "$@" --container-image='})
     (tmp_path / "x.yaml").touch()
-    done = subprocess.run(
-        [shutil.which("bash", path="/bin:/usr/bin"), ROOT / "examples/slurm/run.sh", "sft", "x.yaml", "seed=1"],
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}/bin:/bin:/usr/bin", "SLURM_JOB_NAME": "x", "SLURM_JOB_ID": "7",
-             "SLURM_JOB_NODELIST": "node1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )  # fmt: skip
+    done = run_script(tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
     command = words[words.index("-m") - 1 : -1]
     assert command == [expected.format(root=tmp_path), "-m", "megarlhf", "sft", "--config", "x.yaml", "seed=1"]
     assert ("--container-image=image.sqsh" in words) == ("CONTAINER_IMAGE" in environment)
+
+
+def test_the_script_reads_the_limit_of_requeues(tmp_path):
+    """However YAML writes it; and it leaves other jobs' files alone."""
+    commands(tmp_path, **{"bin/srun": "exit 137", "bin/squeue": "echo RUNNING", "bin/scontrol": "exit 0"})
+    for job, days in ((8, 20), (9, 31)):
+        (tmp_path / f".requeue-{job}").touch()
+        os.utime(tmp_path / f".requeue-{job}", (time.time() - 86400 * days,) * 2)
+    for text, restarts, goes_on in (
+        ("job:\n  max_requeues: 3", 3, False), ("job:\n  max_requeues: 3", 2, True),
+        ("job: {max_requeues: 3}", 3, False), ("job: {hang_minutes: 5, 'max_requeues': 3}", 3, False),
+        ("# max_requeues: 3", 3, True), ("job.max_requeues: 13  # 3", 12, True), ("job.max_requeues: 13", 13, False),
+    ):  # fmt: skip
+        (tmp_path / "x.yaml").write_text(text + "\n")
+        (tmp_path / ".requeue-7").unlink(missing_ok=True)
+        done = run_script(tmp_path, SLURM_RESTART_COUNT=str(restarts))
+        assert ("== requeue: a rank was killed" in done.stdout) == goes_on, (text, done)
+        assert goes_on or f"the job was restarted {restarts} times" in done.stdout
+    assert (tmp_path / ".requeue-8").exists() and not (tmp_path / ".requeue-9").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_was_remembered_ends_who_has_nothing_to_save(number):
+    code = (
+        "import signal; from megarlhf.cluster import signals; signals.remember(); "
+        f"signal.raise_signal({int(number)}); print('remembered', flush=True); signals.end_at_once(); print('on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-number, "remembered\n"), done.stderr
