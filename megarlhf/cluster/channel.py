@@ -107,8 +107,9 @@ def make_secret(directory: Path, world_size: int) -> bytes:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for debris in directory.glob(".watchdog-*"):  # of a start that was killed
-                if time.time() - debris.stat().st_mtime > 86400:
-                    debris.unlink()
+                with contextlib.suppress(OSError):  # it is somebody else's, or another start has removed it
+                    if time.time() - debris.stat().st_mtime > 86400:
+                        debris.unlink()
             descriptor = os.open(_path(directory, fingerprint(secret)), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secret)

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,17 @@ class Hub(threading.Thread):
         self.join(10)
 
     def run(self) -> None:
-        while not self.closing.is_set():
-            self.pump(self.interval if self.trouble is None else GRACE / 4)
-            verdict = self.verdict(self.clock.seconds)
-            if verdict is not None and not self.closing.is_set():
-                self.end(*verdict)
+        try:
+            while not self.closing.is_set():
+                self.pump(self.interval if self.trouble is None else GRACE / 4)
+                verdict = self.verdict(self.clock.seconds)
+                if verdict is not None and not self.closing.is_set():
+                    self.end(*verdict)
+        except Exception:  # a mistake of ours must not leave the job without its watchdog
+            try:
+                self.end(f"megarlhf: the watchdog failed\n{traceback.format_exc()}", FAILURE, None, None)
+            finally:
+                os._exit(FAILURE)
         for peer in list(self.ranks.values()):
             self.tell(peer, bye=True)
         self.listener.close()
@@ -153,6 +160,8 @@ class Hub(threading.Thread):
                     peer.channel = Channel(self.secret, "hub", peer.nonce, line)
                 elif peer.rank is None:
                     self.admit(peer, peer.channel.unpack(line))
+                elif peer.rank not in self.seen:  # it has said bye
+                    break
                 else:
                     self.hear(peer, peer.channel.unpack(line))
             if not data:
@@ -180,7 +189,8 @@ class Hub(threading.Thread):
         peer.socket.close()
         if peer.rank is not None and self.ranks.get(peer.rank) is peer:
             del self.ranks[peer.rank]
-            if peer.rank in self.seen:  # it has not said bye
+            # Without a beat so far it may come again; with bye it is no loss.
+            if peer.rank in self.seen and self.seen[peer.rank].beat:
                 self.gone.append((peer.rank, reason))
                 self.note_trouble()
 
@@ -248,8 +258,6 @@ class Hub(threading.Thread):
             # Seen from outside, one killed rank takes others with it: the first to go is the one to name.
             rank, reason = self.gone[0]
             who = self.seen[rank].beat
-            if who is None:  # between its first two lines
-                return f"megarlhf: rank {rank} ended as soon as it had come", FAILURE, f"rank {rank} ended", None
             if reason is not None:
                 what = (
                     f"cannot be reached any more ({reason}): {who.node} is down, or the way between {self.node} and "
@@ -302,21 +310,39 @@ class Hub(threading.Thread):
         return f"\n  {probe.several(found)}" if found else ""
 
     def end(self, text: str, status: int, retry: str | None, failure: str | None) -> None:
-        """Print the verdict, tell all ranks, and leave when they have heard."""
-        requeued = slurm.request_requeue(retry, self.job, self.directory, failure) if retry else ""
-        say(text + requeued)
+        """Print the verdict, tell all ranks, and leave when they have heard.
+
+        The ranks are told last: when the first of them leaves, srun and mpirun end this one. Nothing before that waits
+        for longer than GRACE."""
+        say(text + (request_requeue(retry, self.job, self.directory, failure) if retry else ""))
         for peer in list(self.ranks.values()):
             self.tell(peer, status=status)
-        channel.remove_secret(self.directory, self.secret)  # where the ranks have not met
         self.pump(GRACE, lambda: self.ranks.keys() <= {0})
-        releasing = threading.Thread(target=lease.release, daemon=True)  # the file system may be what hangs
-        releasing.start()
-        releasing.join(GRACE)
+        attempt(lambda: (channel.remove_secret(self.directory, self.secret), lease.release()))
         os._exit(status)
 
 
+def attempt(work: Callable[[], Any], otherwise: Any = None) -> Any:
+    """What `work` returns, or `otherwise` if that takes more than GRACE seconds, as on a file system that hangs. For
+    those who end the process soon: `work` goes on in a thread."""
+    result = [otherwise]
+    thread = threading.Thread(target=lambda: result.insert(0, work()), daemon=True)
+    thread.start()
+    thread.join(GRACE)
+    return result[0]
+
+
+def request_requeue(reason: str, job: JobConfig, directory: Path, failure: str | None) -> str:
+    """As in slurm.py, without waiting for a file system that hangs."""
+    return attempt(
+        lambda: slurm.request_requeue(reason, job, directory, failure),
+        "\n  whether the job is requeued is not recorded: the file system does not answer",
+    )
+
+
 def say(text: str) -> None:
-    print(f"\n{text}", file=sys.stderr, flush=True)  # on a line of its own: the progress bar's is open
+    """Print a last word, if somebody reads standard error; a full pipe must not keep the process from leaving."""
+    attempt(lambda: print(f"\n{text}", file=sys.stderr, flush=True))  # a line of its own: the progress bar's is open
 
 
 def _allow_files(count: int) -> None:

@@ -66,7 +66,7 @@ def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
         place = (rendezvous.node, *listener.getsockname()[:2]) if leader else None
         store.set(f"place/{rendezvous.rank}", json.dumps(place))
         places = [json.loads(store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)] if leader else []
-        store.set(f"reached/{rendezvous.rank}", json.dumps(probe.unreached(rendezvous.node, filter(None, places))))
+        store.set(f"reached/{rendezvous.rank}", json.dumps(probe.unreached(rendezvous.node, [*filter(None, places)])))
         if rendezvous.rank == 0:
             found = [text for rank in range(rendezvous.world_size) for text in json.loads(store.get(f"reached/{rank}"))]
             if found:

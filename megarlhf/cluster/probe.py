@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from megarlhf.cluster.launch import Rendezvous
@@ -43,7 +43,7 @@ def listener(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=1024)
 
 
-def unreached(node: str, places: Iterable[Place], timeout: float = CONNECT_SECONDS) -> list[str]:
+def unreached(node: str, places: Sequence[Place], timeout: float = CONNECT_SECONDS) -> list[str]:
     """Try to connect to every place at once; one text for each that `node` cannot reach, within `timeout` seconds."""
 
     def attempt(place: Place) -> str | None:
@@ -53,7 +53,7 @@ def unreached(node: str, places: Iterable[Place], timeout: float = CONNECT_SECON
         except OSError as error:
             return f"{node} cannot reach {place[0]} at {place[1]} ({error.strerror or error})"
 
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(len(places), 512))) as pool:
         return [text for text in pool.map(attempt, places) if text]
 
 

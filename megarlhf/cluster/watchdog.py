@@ -32,7 +32,17 @@ from typing import Any
 from megarlhf.cluster import channel, lease, probe, slurm
 from megarlhf.cluster.channel import Channel, Lines
 from megarlhf.cluster.diagnosis import Beat, indented, is_of_peer, parse_beat, stack_of
-from megarlhf.cluster.hub import ERROR, FAILURE, FIRST_WORD, PROBE_SECONDS, Hub, RunningClock, say
+from megarlhf.cluster.hub import (
+    ERROR,
+    FAILURE,
+    FIRST_WORD,
+    GRACE,
+    PROBE_SECONDS,
+    Hub,
+    RunningClock,
+    request_requeue,
+    say,
+)
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
@@ -133,6 +143,7 @@ class _Watch:
                 self.send(rank=self.rendezvous.rank)
                 self.send(beat=dataclasses.asdict(self.beat()))
                 self.lines.limit = channel.LINE
+                self.socket.settimeout(60 * self.job.join_minutes)  # rank 0 knows this rank now: it may come once
                 self.take(self.channel.unpack(self.next_line()))  # nobody else could have written it
                 channel.notice_death(self.socket)
                 self.socket.settimeout(self.interval)
@@ -230,14 +241,16 @@ class _Watch:
 
     def lost(self, how: str) -> None:
         """Without rank 0 nobody can be asked who speaks: rank 1 does, and the first rank of every other node."""
+        if not self.all_here.is_set():
+            time.sleep(GRACE)  # a TERM that has ended rank 0 comes to this one, too, and asks for no other attempt
         if self.rendezvous.rank == 1 or self.rendezvous.local_rank == 0:
             failure = f"rank 0 was lost {self.beat().when}"  # by this rank's step: rank 0's, as last heard of, is older
-            requeued = slurm.request_requeue(f"rank 0 {how}", self.job, self.directory, failure)
+            requeued = request_requeue(f"rank 0 {how}", self.job, self.directory, failure)
             stack = f"; last seen in:\n{indented(self.rank0.stack)}" if self.rank0 else ""
             who = f"rank {self.rendezvous.rank} on {self.rendezvous.node}"
             say(f"megarlhf [{who}]: {self.rank0 or 'rank 0'} {how}{stack}{requeued}")
         else:
-            time.sleep(1)
+            time.sleep(2 * GRACE)  # whoever leaves first, the launcher ends the others
         os._exit(FAILURE)
 
     def fail(self, message: str, status: int, error: BaseException) -> None:

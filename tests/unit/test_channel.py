@@ -85,8 +85,11 @@ class Rank:
         self.write(self.channel.pack(message))
 
     def beat(self, rank: int | None = None) -> None:
-        values = dict(node="n", pid=1, phase="step", step=1, count=1, stack=["a.py:1 f"])
-        self.say(beat={"rank": self.rank if rank is None else rank, **values})
+        self.say(beat=self.values(self.rank if rank is None else rank))
+
+    @staticmethod
+    def values(rank: int) -> dict:
+        return dict(rank=rank, node="n", pid=1, phase="step", step=1, count=1, stack=["a.py:1 f"])
 
     def is_refused(self) -> bool:
         self.socket.settimeout(20)
@@ -147,6 +150,9 @@ def test_strangers_at_the_watchdogs_port(tmp_path):
                 idle.append(socket.create_connection(address, timeout=LONG))
 
         crowd()
+        broken = Rank(address, 2)  # its connection breaks before its first beat: it may come again
+        broken.socket.shutdown(socket.SHUT_WR)
+        assert broken.line() == b""
         rank2 = Rank(address, 2)
         rank2.beat()
         until(lambda: (tmp_path / "here0").exists() and (tmp_path / "here1").exists())
@@ -180,26 +186,43 @@ def test_strangers_at_the_watchdogs_port(tmp_path):
         assert peak(rank0) - before < 50e6
         assert rank0.poll() is None and rank1.poll() is None
         rank2.beat()
-        rank2.say(bye=True)
+        rank2.write(b"".join(map(rank2.channel.pack, ({"bye": True}, {"beat": Rank.values(2)}))))  # in one packet
         (tmp_path / "finish").touch()
         for process in (rank0, rank1):
             assert ends(process) == (0, "")
 
 
 def test_what_a_rank_says(tmp_path):
-    """An error with status 0 does not end a job as completed, nor does another rank's beat count."""
+    """An error with status 0 does not end a job as completed, nor does another rank's beat count. A file system that
+    does not answer, a standard error that nobody reads, or a mistake in the watchdog do not delay the end."""
     with contextlib.ExitStack() as stack:
         runs = []
-        for name in ("status", "beat"):
+        for name in ("status", "beat", "unread"):
             (tmp_path / name).mkdir()
-            processes = stack.enter_context(running(tmp_path / name, 0, world_size=2, MEGARLHF_SECRET=SECRET))
+            hung = tmp_path / name / "requeue"
+            os.mkfifo(hung)  # to write there is to wait for a reader who never comes
+            processes = stack.enter_context(
+                running(tmp_path / name, 0, world_size=2, MEGARLHF_SECRET=SECRET, MEGARLHF_REQUEUE=str(hung))
+            )
             runs.append((tmp_path / name, *processes))
+        hub = "Hub('127.0.0.1', 'n', 2, b's', None, '', timeout=9, interval=1)"  # without a job configuration
+        mistaken = start(sys.executable, "-c", f"from megarlhf.cluster.hub import Hub; {hub}.join()")
+        stack.callback(mistaken.kill)
         for directory, rank0 in runs:
             store = dist.FileStore(str(directory / "store"), -1)
             host, port, _ = store.get("megarlhf/watchdog").decode().split()
             rank1 = Rank((host, int(port)), 1)
             rank1.beat()
             until((directory / "here0").exists)
+            if directory.name == "unread":
+                pipe = os.open(f"/proc/{rank0.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        os.write(pipe, b" ")
+                os.close(pipe)
+                rank1.say(error="x", status=1, of_peer=False)
+                assert rank0.wait(LONG) == 1
+                continue
             if directory.name == "status":
                 rank1.say(error="x", status=0, of_peer=False)
             else:
@@ -207,6 +230,30 @@ def test_what_a_rank_says(tmp_path):
             status, err = ends(rank0)
             assert status == 1 and "megarlhf: rank 1 on n (pid 1, phase 'step' of step 1) ended" in err, err
             assert "Traceback" not in err
+            assert "whether the job is requeued is not recorded: the file system does not answer" in err
+        status, err = ends(mistaken)
+        assert status == 1 and "megarlhf: the watchdog failed\nTraceback" in err, err
+
+
+def established(address: str, port: int) -> int:
+    """Connections at this end."""
+    end = f"{int.from_bytes(socket.inet_aton(address), 'little'):08X}:{port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1] == end and row[3] == "01" for row in rows)
+
+
+def test_a_term_before_all_have_come_asks_for_no_other_attempt(tmp_path):
+    """Though it reaches rank 0 before rank 1, which loses rank 0."""
+    request = tmp_path / "requeue"
+    with running(tmp_path, 0, 1, world_size=3, MEGARLHF_SECRET=SECRET, MEGARLHF_REQUEUE=str(request)) as (rank0, rank1):
+        host, port, _ = dist.FileStore(str(tmp_path / "store"), -1).get("megarlhf/watchdog").decode().split()
+        until(lambda: established(host, int(port)) == 2)
+        rank0.terminate()
+        rank0.wait(LONG)
+        time.sleep(0.7)
+        rank1.terminate()
+        status, err = ends(rank1)
+        assert status == -signal.SIGTERM and not request.exists(), err
 
 
 def test_time_in_which_all_were_stopped_does_not_count(tmp_path):
@@ -252,6 +299,10 @@ def test_a_line_is_bounded_and_a_message_is_its_writers(tmp_path, monkeypatch):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="without proof"):
             reader.unpack(line)
+    (tmp_path / ".watchdog-old").mkdir()  # no debris of ours
+    os.utime(tmp_path / ".watchdog-old", (0, 0))
+    monkeypatch.delenv("MEGARLHF_SECRET", raising=False)
+    assert len(channel.make_secret(tmp_path, 2)) == 64
     monkeypatch.setenv("MEGARLHF_SECRET", "short")
     with pytest.raises(UserError, match="has 5 characters; give it 32 or more"):
         channel.make_secret(tmp_path, 2)
