@@ -2,16 +2,19 @@
 # From a Hugging Face model to a PPO policy, as a chain of four jobs; run it on the login node, from the checkout's root:
 #
 #   bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key.sub=value ...]
+#     [convert:--ignore=KEY ...]
 #
 #   bash examples/slurm/pipeline_7b.sh /models/llama --nodes=4 job.max_requeues=20 \
 #     sft:data.train=/data/sft.jsonl reward:data.train=/data/pairs.jsonl ppo:prompts.path=/data/prompts.jsonl
 #
 # convert -> SFT -> reward model -> PPO. Flags and keys are for the three jobs that train; with sft:, reward: or ppo: a
-# key is for that one. Each job waits until the one before it has completed; when one fails or is cancelled, Slurm
-# cancels those behind it. Site values come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
+# key is for that one. With convert: the options --ignore and --dtype of tools.convert are for the conversion. Each job
+# waits until the one before it has completed; when one fails or is cancelled, Slurm cancels those behind it. Site values
+# come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
 set -euo pipefail
 if [ ! -f "${1:-}/config.json" ]; then
   echo "usage: bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key=value ...]
+  [convert:--ignore=KEY ...]
 HF_DIRECTORY has config.json, the weights and the tokenizer; PROGRAM is sft, reward or ppo" >&2
   exit 2
 fi
@@ -20,12 +23,14 @@ if [ ! -d examples/slurm ]; then
   exit 2
 fi
 source=$(realpath "$1")
-flags=() keys=()
+flags=() keys=() options=()
 for argument in "${@:2}"; do
   if [[ $argument =~ ^((sft|reward|ppo):)?[a-z_]+(\.[a-z_0-9]+)*= ]]; then
     keys+=("$argument")
+  elif [[ $argument =~ ^convert:--(ignore|dtype)=. ]]; then
+    options+=("${argument#*:}")
   elif [[ $argument =~ ^[a-z-]+: ]]; then
-    echo "$argument: is for no program of the chain; say sft:, reward: or ppo:, and key.sub=value behind it" >&2
+    echo "$argument: is for no program of the chain; say sft:, reward: or ppo: and key.sub=value behind it, or convert:--ignore=KEY" >&2
     exit 2
   else
     flags+=("$argument")
@@ -49,7 +54,7 @@ train() {
 }
 
 convert=$(sbatch --parsable --job-name=convert_7b --nodes=1 --ntasks=1 --cpus-per-task=8 --time=2:00:00 \
-  --output=%x-%j.log --wrap "$(printf '%q ' "$python" -m tools.convert hf2megatron "$source" models/base_7b)")
+  --output=%x-%j.log --wrap "$(printf '%q ' "$python" -m tools.convert hf2megatron "$source" models/base_7b ${options[@]+"${options[@]}"})")
 sft=$(train sft "$convert" model.checkpoint=models/base_7b)
 reward=$(train reward "$sft" model.checkpoint=runs/sft_7b)
 ppo=$(train ppo "$reward" model.checkpoint=runs/sft_7b)

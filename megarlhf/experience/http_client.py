@@ -1,4 +1,5 @@
-"""One HTTP request with limits on time and size: the whole answer arrives by a deadline or not at all.
+"""One HTTP request with limits on time and size: the whole answer arrives by a deadline or not at all. Before that, the
+look-up of the name has the resolver's limits, and each address of the name may take the whole time to be connected.
 
 The standard library's client alone: it knows neither proxies nor redirects, so that nothing in the environment sends
 texts elsewhere than to the address in the configuration.
@@ -30,8 +31,9 @@ class TooLongError(Exception):
 def exchange(url: str, body: bytes | None, *, timeout: float, limit: int) -> Reply:
     """GET `url`, or POST `body` (JSON) to it.
 
-    Raises TimeoutError where the whole answer is not there after `timeout` seconds, however it trickles; TooLongError
-    for more than `limit` bytes of content; OSError and http.client.HTTPException for what else goes wrong.
+    Raises TimeoutError where the whole answer is not there after `timeout` seconds, however it trickles, or a
+    connection to one of the host's addresses takes as long; TooLongError for more than `limit` bytes of content;
+    OSError and http.client.HTTPException for what else goes wrong.
     """
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

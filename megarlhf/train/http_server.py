@@ -1,8 +1,10 @@
 """The HTTP side of the reward server: GET /health and POST /score, within limits that strangers cannot exceed.
 
-One thread serves all connections (asyncio), a second one computes. Memory is bounded by CONNECTIONS, HEADER_BYTES and
-HELD times the largest body; time by READ_SECONDS and BODY_SECONDS. Where connections become too many, the one that has
-waited longest without a whole request makes room, so that somebody who opens hundreds keeps nobody else out.
+One thread serves all connections (asyncio), a second one computes. The bytes of bodies are counted as they arrive, up
+to HELD times the largest body; on top of that asyncio buffers up to 350 KiB a connection. Where connections become too
+many, the one that has waited longest without a whole request is closed. Where bodies become too many, the unfinished
+one whose bytes have failed to come for longest is refused. So whoever opens hundreds of connections, or announces or
+begins hundreds of bodies, keeps nobody out who sends a whole request at once. Whole requests wait for each other.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ BACKLOG = 128
 HEADER_BYTES = 16 * 1024
 HELD = 4  # so many bodies of the largest size are held at once, those that wait to be computed included
 READ_SECONDS = 60.0  # for a request's head, for room for its body, and for the client to take the answer
-BODY_SECONDS = 20.0  # for a body
+BODY_SECONDS = 20.0  # for a body, while there is room for it
 LINGER_SECONDS = 2.0  # for a client that still sends to see why it was refused
 
 Answer = tuple[int, dict[str, Any]]  # status, JSON
+BUSY = "too many requests at once; send it again later"
 
 
 class _Refusal(Exception):
@@ -39,7 +42,7 @@ class Server:
     """health: the answer to GET /health. score: a body -> the answer to POST /score; called in one thread, one after
     the other. max_body: bytes."""
 
-    def __init__(self, health: dict[str, Any], score: Callable[[bytes], Answer], *, max_body: int):
+    def __init__(self, health: dict[str, Any], score: Callable[[bytearray], Answer], *, max_body: int):
         self.health, self.score, self.max_body = health, score, max_body
         self.computing = ThreadPoolExecutor(1)
         self.open = 0
@@ -47,6 +50,7 @@ class Server:
         self.most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
         self.waiting: dict[asyncio.StreamWriter, None] = {}  # without a whole request, the longest first
         self.held = 0  # bytes of bodies
+        self.arriving: dict[asyncio.Task[bytearray], int] = {}  # bytes of those not whole, the longest idle first
 
     async def run(self, listener: socket.socket) -> None:
         """Serve for ever."""
@@ -84,10 +88,11 @@ class Server:
                 status, answer = 200, self.health
                 going_on = going_on and not {"content-length", "transfer-encoding"} & headers.keys()
             elif (method, path) == ("POST", "/score"):
-                size = await self._room(_length(headers, self.max_body))
+                length = _length(headers, self.max_body)
                 if headers.get("expect", "").lower() == "100-continue":
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                body = await asyncio.wait_for(_body(reader, size), BODY_SECONDS)
+                body = await self._body(reader, length)
+                size = length
                 self.waiting.pop(writer, None)
                 status, answer = await asyncio.get_running_loop().run_in_executor(self.computing, self.score, body)
             elif path in ("/health", "/score"):
@@ -103,19 +108,54 @@ class Server:
         await _reply(writer, status, answer, going_on=going_on)
         return going_on
 
-    async def _room(self, size: int) -> int:
-        """`size`, once there is room for so many bytes more."""
-
-        async def wait() -> None:
-            async with self.released:
-                await self.released.wait_for(lambda: self.held + size <= HELD * self.max_body)
-                self.held += size
-
+    async def _body(self, reader: asyncio.StreamReader, size: int) -> bytearray:
+        """A whole body; the caller releases its `size` bytes."""
+        arrival = asyncio.create_task(self._arrival(reader, size))
+        self.arriving[arrival] = 0
         try:
-            await asyncio.wait_for(wait(), READ_SECONDS)
-        except asyncio.TimeoutError:
-            raise _Refusal(503, "too many requests at once; send it again later")
-        return size
+            await asyncio.wait([arrival])
+        finally:
+            held = self.arriving.pop(arrival, None)
+        if held is None:  # it made room
+            raise _Refusal(503, BUSY)
+        try:
+            return arrival.result()
+        except BaseException:
+            await self._release(held)
+            raise
+
+    async def _arrival(self, reader: asyncio.StreamReader, size: int) -> bytearray:
+        body, mine = bytearray(), asyncio.current_task()
+        left, clock = BODY_SECONDS, asyncio.get_running_loop().time
+        while len(body) < size:
+            start = clock()
+            part = await asyncio.wait_for(reader.read(min(65536, size - len(body))), left)
+            left -= clock() - start
+            if not part:
+                raise asyncio.IncompleteReadError(b"", size)
+            try:
+                await asyncio.wait_for(self._room(mine, len(part)), READ_SECONDS)
+            except asyncio.TimeoutError:
+                raise _Refusal(503, BUSY)
+            body += part
+        return body
+
+    async def _room(self, mine: asyncio.Task[bytearray], size: int) -> None:
+        """Count `size` bytes more of the body that `mine` reads, once there is room: from other bodies that are not
+        whole, or after one that is whole was computed."""
+        async with self.released:
+            while self.held + size > HELD * self.max_body:
+                idle = next((task for task, held in self.arriving.items() if held and task is not mine), None)
+                if idle is None:
+                    await self.released.wait()
+                else:
+                    self.held -= self.arriving.pop(idle)
+                    idle.cancel()
+                    self.released.notify_all()
+            if mine not in self.arriving:  # it made room itself meanwhile
+                raise _Refusal(503, BUSY)
+            self.held += size
+            self.arriving[mine] = self.arriving.pop(mine) + size
 
     async def _release(self, size: int) -> None:
         if size:
@@ -156,16 +196,6 @@ def _length(headers: dict[str, str], most: int) -> int:
     if len(length) > 18 or int(length) > most:
         raise _Refusal(413, f"a body of {length[:30]} bytes is more than max_request_mb allows, {most} bytes")
     return int(length)
-
-
-async def _body(reader: asyncio.StreamReader, size: int) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        part = await reader.read(min(65536, size - len(body)))
-        if not part:
-            raise asyncio.IncompleteReadError(b"", size)
-        body += part
-    return bytes(body)
 
 
 async def _reply(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any], *, going_on: bool) -> None:

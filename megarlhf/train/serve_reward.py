@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from megarlhf.train import http_server
 REMEMBERED = 256  # answers kept for requests that come again
 REMEMBERED_SCORES = 2**17  # and no more than so many numbers in them
 MOST_RESPONSES = 2**14  # of a request
+MOST_KEYS = 64  # of a request
+SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Scores:
         self.score = score
         self.answers: dict[str, list[float]] = {}  # by request id, the oldest first
 
-    def __call__(self, body: bytes) -> tuple[int, dict[str, Any]]:
+    def __call__(self, body: bytes | bytearray) -> tuple[int, dict[str, Any]]:
         try:
             return 200, {"scores": self._answer(*_request(body))}
         except RefusedError as error:
@@ -163,23 +166,83 @@ class Scores:
         return self.answers[request]
 
 
-def _request(body: bytes) -> tuple[str, list[str], list[str]]:
+def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str]]:
     """(id, prompts, responses) of a request's body."""
     try:
-        request = json.loads(body)
+        request = _parse(body.decode())
         found = request["id"], request["prompts"], request["responses"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError):
         raise RefusedError("the body must be a JSON object with the keys id, prompts and responses")
     name, *lists = found
-    texts = all(isinstance(values, list) and all(isinstance(text, str) for text in values) for values in lists)
-    if not isinstance(name, str) or not texts or not 0 < len(lists[0]) == len(lists[1]):
+    if (
+        not isinstance(name, str)
+        or not all(isinstance(values, list) for values in lists)
+        or not 0 < len(lists[0]) == len(lists[1])
+    ):
         raise RefusedError(
             "id must be a string, prompts and responses lists of strings, as many of one as of the other"
         )
     try:
-        "".join([*lists[0], *lists[1]]).encode()
+        for text in (*lists[0], *lists[1]):
+            text.encode()
     except UnicodeEncodeError:  # JSON can say "\ud800"; tokenizers cannot take it
         raise RefusedError("a text has half a surrogate pair")
-    if len(name) > 200 or len(lists[0]) > MOST_RESPONSES:
-        raise RefusedError(f"id may have 200 characters, and a request {MOST_RESPONSES} responses")
+    if len(name) > 200:
+        raise RefusedError("id may have 200 characters")
+    return found
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The JSON object `text`, of strings, numbers and lists of strings.
+
+    One element after the other, because a small body makes large objects of other shapes: 8 MiB of `{},` take 226 MB.
+    Raises ValueError for what is no such object, RefusedError for too many elements.
+    """
+    decode, spaces = json.JSONDecoder().raw_decode, SPACE.match
+
+    def sequence(start: int, end: str, most: int, refusal: str, element: Callable[[int], int]) -> int:
+        """The index behind `end`. `start` is behind the opening bracket; `element` reads one: index -> index behind."""
+        at = spaces(text, start).end()
+        if text[at : at + 1] == end:
+            return at + 1
+        for _ in range(most):
+            at = spaces(text, element(spaces(text, at).end())).end()
+            if text[at : at + 1] == end:
+                return at + 1
+            if text[at : at + 1] != ",":
+                raise ValueError
+            at += 1
+        raise RefusedError(refusal)
+
+    def scalar(at: int, opening: str) -> tuple[Any, int]:
+        if text[at : at + 1] not in opening or at == len(text):
+            raise ValueError
+        return decode(text, at)
+
+    found: dict[str, Any] = {}
+
+    def member(at: int) -> int:
+        key, at = scalar(at, '"')
+        at = spaces(text, at).end()
+        if text[at : at + 1] != ":":
+            raise ValueError
+        at = spaces(text, at + 1).end()
+        if text[at : at + 1] != "[":
+            found[key], at = scalar(at, '"-0123456789tfn')
+            return at
+        found[key] = values = []
+
+        def value(at: int) -> int:
+            string, at = scalar(at, '"')
+            values.append(string)
+            return at
+
+        return sequence(at + 1, "]", MOST_RESPONSES, f"a request may have {MOST_RESPONSES} responses", value)
+
+    at = spaces(text, 0).end()
+    if text[at : at + 1] != "{":
+        raise ValueError
+    at = sequence(at + 1, "}", MOST_KEYS, f"a request may have {MOST_KEYS} keys", member)
+    if spaces(text, at).end() != len(text):
+        raise ValueError
     return found

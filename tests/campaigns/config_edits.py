@@ -67,6 +67,10 @@ OTHERS: dict[str, tuple] = {
     "tie_encoder_decoder": (True,), "torch_dtype": ("float16",), "dtype": ("bfloat16",),
     "_attn_implementation": ("sdpa",), "attn_implementation": ("sdpa",), "output_hidden_states": (True,),
     "architectures": (None, ["LlamaModel"]), "pretraining_tp": (2,), "num_labels": (1, 5),
+    "max_sequence_length": (8,), "model_max_length": (8,), "is_llama_config": (True,), "_num_labels": (2,),
+    "sep_token_id": (3,), "min_new_tokens": (2,), "neftune_noise_alpha": (5.0,), "_flash_attn_2_enabled": (True,),
+    "transformers.js_config": ({"dtype": "q4"},), "rope_interleaved": (False, True),
+    "attention_probs_dropout_prob": (0.5,), "hidden_dropout_prob": (0.5,),
 }  # fmt: skip
 
 

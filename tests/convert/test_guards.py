@@ -308,6 +308,26 @@ def test_stopped(number, originals, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.nemo", "target"]
 
 
+def test_signals_during_imports(originals):
+    """torch is imported for seconds. nohup's children ignore SIGHUP and go on doing so."""
+    command = ["nohup", sys.executable, "-m", "tools.convert", "inspect", str(originals.hf)]
+    streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, **streams)
+    try:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, error
+    assert error.strip().splitlines()[-1:] == ["error: stopped by SIGTERM; nothing was written"], error
+    assert "Traceback" not in error
+
+
 def test_a_share_of_the_campaign_of_faults(tmp_path):
     """The rest: python -m tests.campaigns.convert_faults."""
     bad = [entry for entry in convert_faults.run(tmp_path, every=12, seed=1) if entry[2].isupper()]

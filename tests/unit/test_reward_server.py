@@ -7,11 +7,13 @@ import json
 import re
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from megarlhf.experience.sources import RemoteScorer
+from megarlhf.train.serve_reward import RefusedError, _request
 from tests.scoring import reward_server
 
 
@@ -69,6 +71,11 @@ def healthy(port: int) -> bool:
         (post(GOOD, path="/health"), 405, "POST /health is not understood"),
         (post(b"[" * 100_000), 400, "the body must be a JSON object"),
         (post(b'{"a":' * 100_000), 400, "the body must be a JSON object"),
+        (post(GOOD[:-1] + b', "more": {}}'), 400, "the body must be a JSON object"),
+        (post(GOOD + b"x"), 400, "the body must be a JSON object"),
+        (post(b" {" + GOOD[1:-1] + b',"n" : -1.5e3 ,"b":null, "s" : [ ] } \n'), 200, "[3.0]"),
+        (post(b'{"id": "1", "prompts": ["a", ], "responses": ["a"]}'), 400, "the body must be a JSON object"),
+        (post(b'{"id": "1", "prompts": ["a", 1], "responses": ["a", "b"]}'), 400, "the body must be a JSON object"),
         (post(b"\xff"), 400, "the body must be a JSON object"),
         (post(b'{"id": "1", "prompts": ["a"], "responses": ["\\ud800"]}'), 400, "half a surrogate pair"),
         (post(json.dumps({"id": "1" * 999, "prompts": ["a"], "responses": ["a"]}).encode()), 400, "id may have 200"),
@@ -133,3 +140,42 @@ def test_strangers_keep_nobody_out_and_fill_no_memory(server):
                     connection.sendall(line)
             assert healthy(port)
     assert peak() - before < 50, f"{before} -> {peak()} MiB"
+
+
+@pytest.mark.parametrize("begun", [b"", b"x" * 300_000])
+def test_bodies_that_do_not_come_keep_nobody_out(server, begun):
+    """60 requests announce a body of the largest size; together they could send 15 times what is held at once."""
+    port, _ = server
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for _ in range(60):
+            strangers.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)))
+            with contextlib.suppress(ConnectionError):
+                strangers[-1].sendall(post(begun, length=str(2**20)))
+        assert talk(port, post(GOOD)) == (200, {"scores": [3]})
+        large = json.dumps({"id": "large", "prompts": ["a"], "responses": ["a" * 900_000]}).encode()
+        assert talk(port, post(large)) == (200, {"scores": [900_000]})
+        if begun:
+            status, said = answer(strangers[0])
+            assert status == 503 and "send it again later" in said["error"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"{}," * 300_000 + b"{}]",
+        b'{"prompts": [' + b"{}," * 300_000 + b"{}]}",
+        b'{"prompts": [' + b"[]," * 300_000 + b"[]]}",
+        b'{"prompts": [' + b'"ab",' * 200_000 + b'"ab"]}',
+        b"{" + b",".join(b'"%d":1' % number for number in range(100_000)) + b"}",
+    ],
+)
+def test_parsing_takes_no_more_than_the_body(body):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError):
+            _request(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * len(body) + 2 * 2**20, f"{peak / len(body):.1f} times the body"

@@ -48,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = "without padding, if the checkpoint does not say"
             command.add_argument("--vocab-size", type=_positive, metavar="N", help=text)
     options = parser.parse_args(arguments)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN
+    ]  # nohup ignores HUP
+    before = {number: signal.signal(number, _stop) for number in heard}
     try:
         return _run(options)
     finally:
@@ -58,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then takes large tensors' memory in huge pages
-    from tools.convert import convert, inspection  # imports torch, which --help should not wait for
-    from tools.convert.workers import Workers
-
     workers = None
     try:
+        from tools.convert import convert, inspection  # imports torch, which --help should not wait for
+        from tools.convert.workers import Workers
+
         workers = Workers()
         choice = convert.Options(
             options.dtype, options.role, options.tokenizer, options.vocab_size, tuple(options.ignore)

@@ -82,18 +82,20 @@ HUGGING_FACE = Keys(
     harmless="""
         _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype auto_map custom_pipelines
         tokenizer_class prefix problem_type finetuning_task task_specific_params torchscript use_bfloat16 unsloth_*
+        transformers.js_config is_llama_config _num_labels _flash_attn_2_enabled max_sequence_length model_max_length
         _attn_implementation _attn_implementation_autoset attn_implementation _experts_implementation
 
         use_cache output_past output_attentions output_hidden_states output_scores output_router_logits return_dict
         use_return_dict return_dict_in_generate
 
-        bos_token_id eos_token_id pad_token_id unk_token_id mask_token_id cls_token_id decoder_start_token_id
-        forced_bos_token_id forced_eos_token_id max_length max_new_tokens min_length do_sample early_stopping num_beams
-        num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-        no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values
-        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+        bos_token_id eos_token_id pad_token_id unk_token_id mask_token_id cls_token_id sep_token_id
+        decoder_start_token_id forced_bos_token_id forced_eos_token_id max_length max_new_tokens min_length
+        min_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+        typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+        num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
+        begin_suppress_tokens
 
         attention_dropout hidden_dropout classifier_dropout attn_pdrop embd_pdrop resid_pdrop chunk_size_feed_forward
-        gradient_checkpointing tf_legacy_loss router_aux_loss_coef
+        gradient_checkpointing neftune_noise_alpha tf_legacy_loss router_aux_loss_coef
     """,
 )

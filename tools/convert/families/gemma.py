@@ -26,5 +26,5 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     return {**config, "architectures": ["GemmaForCausalLM"], "hidden_activation": config["hidden_act"]}
 
 
-KEYS = llama.FAMILY.keys.also("hidden_activation", {"attention_bias": (False,), "mlp_bias": (False,)})
+KEYS = llama.KEYS.also("hidden_activation", {"attention_bias": (False,), "mlp_bias": (False,)})
 FAMILY = Family("gemma", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

@@ -91,6 +91,7 @@ FAMILY = Family(
         """
         + llama.ROPE,
         fixed={"attention_bias": (True,)},
+        harmless="attention_probs_dropout_prob hidden_dropout_prob",
     ),
     head="embed_out.weight",
 )

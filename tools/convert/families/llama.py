@@ -15,6 +15,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",  # the same formula, with sqrt(2/pi) to 10 digits
 }
 
 
@@ -197,6 +198,14 @@ def attention_rows(architecture: Architecture) -> list[Row]:
     return table
 
 
+KEYS = HUGGING_FACE.also(
+    """
+    num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings hidden_act rms_norm_eps attention_bias mlp_bias
+    """
+    + ROPE,
+    harmless="pretraining_tp",  # how a product is summed
+)
 FAMILY = Family(
     name="llama",
     from_config=from_config,
@@ -204,12 +213,8 @@ FAMILY = Family(
     rows=rows,
     prefix="model.",
     buffers=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
-    keys=HUGGING_FACE.also(
-        """
-        num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
-        max_position_embeddings hidden_act rms_norm_eps attention_bias mlp_bias
-        """
-        + ROPE,
-        harmless="pretraining_tp",  # how a product is summed
+    # Llama's attention has no windows, but transformers' cache has them where sliding_window is a number.
+    keys=KEYS.also(
+        fixed={"rope_interleaved": (False,), "sliding_window": (None,), "use_sliding_window": (False, None)}
     ),
 )

@@ -27,5 +27,5 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
     return {**config, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-KEYS = llama.FAMILY.keys.also("sliding_window", {"attention_bias": (False,), "mlp_bias": (False,)})
+KEYS = llama.KEYS.also("sliding_window", {"attention_bias": (False,), "mlp_bias": (False,)})
 FAMILY = Family("mistral", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)

@@ -38,5 +38,5 @@ FIXED: dict[str, tuple] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
 }
-KEYS = llama.FAMILY.keys.also("layer_types", FIXED, "sliding_window max_window_layers")
+KEYS = llama.KEYS.also("layer_types", FIXED, "sliding_window max_window_layers")
 FAMILY = Family("qwen2", from_config, to_config, llama.rows, llama.FAMILY.prefix, llama.FAMILY.buffers, KEYS)
