@@ -267,9 +267,10 @@ class Engine:
             for part, weights in self._sharded_weights().items()
         }
         if self.optimizer is not None and not weights_only:
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                self._sharded_weights(), is_loading=loading, metadata=_metadata()
-            )
+            with optim.indexed_without_padding(self.optimizer):
+                state["optimizer"] = self.optimizer.sharded_state_dict(
+                    self._sharded_weights(), is_loading=loading, metadata=_metadata()
+                )
             state |= {"steps": self.steps, "skipped": self.skipped}
         return state
 

@@ -3,7 +3,9 @@ run needs no scheduler state."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -125,3 +127,25 @@ def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, t
         group["eps"] = epsilon(config, int(group.get("step", 0)))  # no step: before the first, or without parameters
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return rate
+
+
+@contextlib.contextmanager
+def indexed_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Around `sharded_state_dict`, whose distributed optimizer finds a parameter's state in the wrong place otherwise
+    (megatron-core 0.16.1): it joins the buckets of a buffer without the padding at their ends, and then looks each
+    parameter up at its place in the padded buffer. Behind a padded bucket it would save the neighbours' numbers. There
+    are several buckets with tied embeddings and pipeline stages, and where reductions overlap."""
+    buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", ())]
+    padded = [buffer.param_index_map for buffer in buffers]
+    for buffer, index in zip(buffers, padded, strict=True):
+        padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+        before = [sum(padding[:i]) for i in range(len(padding))]
+        buffer.param_index_map = {
+            parameter: (start - before[bucket], end - before[bucket], bucket)
+            for parameter, (start, end, bucket) in index.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, index in zip(buffers, padded, strict=True):
+            buffer.param_index_map = index

@@ -278,7 +278,7 @@ def agree_on(directory):
         settings = SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume))
         return setup.agree(settings, plan, here).start.resume_from
 
-    found, nothing = agreed(directory), agreed(directory, resume=False)
+    found, nothing = agreed(directory), agreed(os.path.join(directory, "elsewhere"), resume=False)
     before = os.getcwd()
     os.chdir(directory if rank == 0 else os.path.join(directory, "elsewhere"))
     try:
