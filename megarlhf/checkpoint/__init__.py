@@ -33,6 +33,9 @@ from megarlhf.config import UserError
 __all__ = ["LATEST", "STATE", "CheckpointConfig", "Checkpoints", "Saveable", "inspect", "load", "read_state"]
 
 
+PATIENCE = 10.0  # seconds that the other ranks leave to the first to say why a save failed
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When and how a run saves itself."""
@@ -156,6 +159,7 @@ class Checkpoints:
             yield
         except (CheckpointException, CheckpointingException, OSError) as error:
             if getattr(error, "failures", None) == {}:  # on all ranks but the first, which has the causes
+                time.sleep(PATIENCE)  # and says them; then the watchdog ends this rank
                 raise
             raise UserError(
                 f"{directory}: cannot be written ({reason(error)}{self._free()}); make room or mend the file system, "

@@ -391,7 +391,7 @@ def a_truncated_checkpoint(site: Site) -> None:
     os.truncate(data, size // 2)
     line = site.submit("truncated", f"training.steps={STEPS + 2}").fails()  # or there is nothing left to do
     assert line.startswith(f"{data}: has {size // 2} of ")
-    assert line.endswith("the checkpoint is damaged; use another one")
+    assert "the checkpoint is damaged; use another one" in line
     (run / "checkpoints" / "latest").write_text(f"{before.name}\n")
     job = site.submit("truncated")
     job.completes()
@@ -441,6 +441,7 @@ def a_pipeline(site: Site) -> None:
             config = yaml.safe_load((ROOT / f"examples/configs/{program}_7b.yaml").read_text())
             config |= {"parallel": {}} | sections
             config["model"]["dtype"] = "fp32"
+            config["optimizer"]["warmup_steps"] = 0  # a run of so few steps has none
             (root / f"examples/configs/{program}_7b.yaml").write_text(yaml.safe_dump(config))
         script = root / "examples" / "slurm" / "pipeline_7b.sh"
         arguments = ("--ntasks-per-node=1", "log.every=1", "ppo:training.steps=2", "sft:seed=3")
