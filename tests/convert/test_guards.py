@@ -176,8 +176,9 @@ def test_crc_of_zip_members(kind, originals, tmp_path, capsys):
     if kind == "lm":
         source = copied(originals, "lm", tmp_path)
         command, file = "megatron2megatron", source / "mp_rank_00" / "model_optim_rng.pt"
-    else:  # as other programs than this converter write it: with CRCs
+    else:  # as other programs than this converter write it: with CRCs, without checksums.json
         source = copied(originals, "ours", tmp_path)
+        (source / "checksums.json").unlink()
         command, file = "megatron2hf", source / "actor" / "__0_0.distcp"
         reader, path = torch_dist.Reader(source / "actor", None), source / "actor" / ".metadata"
         weights, metadata = {name: reader.read(name) for name in reader.specs}, pickle.loads(path.read_bytes())
@@ -262,6 +263,7 @@ def test_verify_sees_more_than_tensors(originals, tmp_path, capsys):
 def test_quantization_does_not_come_back(originals, tmp_path):
     """Of a checkpoint that was converted when such configurations were taken."""
     source = copied(originals, "ours", tmp_path)
+    (source / "checksums.json").unlink()
     reconfigure(source / "actor" / "hf_config.json", quantization_config={"quant_method": "fp8"})
     convert.megatron2hf(source, tmp_path / "back")
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
