@@ -304,6 +304,7 @@ def test_our_source(fault, originals, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     change, words = OUR_FAULTS[fault]
     source = shutil.copytree(originals / "ours", tmp_path / "ours") / "actor"
+    (tmp_path / "ours" / "checksums.json").unlink()  # which would see all of these
     change(source)
     refused(capsys, "megatron2hf", source, tmp_path / "target", *words)
 
