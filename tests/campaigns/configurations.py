@@ -141,7 +141,7 @@ OVERRIDES: dict[str, dict[str, str]] = {
         "data.max_length=65": "max_length", "data.max_length=1": "max_length", "data.train={d}/pipe": "a pipe",
         "data.train=/no/such": "/no/such", "data.chosen_key=good": "no key 'good'",
         "data.packing=true": "unknown key",
-        "normalization.samples=1": "samples", "normalization.samples=9": "normalization.samples",
+        "normalization.samples=1": "samples", "normalization.samples=0": "normalization.samples",
         "normalization.std=0": "std", "normalization.std=-1": "std",
         "normalization.response_length=0": "response_length",
         "normalization.response_length=1000": "normalization", "normalization.temperature=0": "temperature",
