@@ -209,11 +209,10 @@ with layout() as topology:
     engine = build("actor", LARGE, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
     def stop_writers():  # what is in the middle of a save stays there
         while True:
-            for thread in os.listdir("/proc/self/task"):
-                for pid in open(f"/proc/self/task/{thread}/children").read().split():
-                    os.kill(int(pid), signal.SIGSTOP)
-                    print("saving", flush=True)
             if list(Path(sys.argv[1]).glob("checkpoints/*.partial/actor/*.distcp")):
+                for thread in os.listdir("/proc/self/task"):
+                    for pid in open(f"/proc/self/task/{thread}/children").read().split():
+                        os.kill(int(pid), signal.SIGSTOP)
                 print("saving", flush=True)
             time.sleep(0.001)
     threading.Thread(target=stop_writers, daemon=True).start()
