@@ -2,7 +2,7 @@
 
 RUN/lease.json says who holds it. Its modification time says when it was last renewed, by the clock of the file system,
 which is the same for everybody. A second job is refused. It takes the lease over when the first is known to be gone, or
-did not renew it for LIMIT seconds. A holder that stood still for so long (`scontrol suspend`, a machine cut off) finds
+did not renew it for LIMIT seconds and not while it was watched either. A holder that stood still for so long (`scontrol suspend`, a machine cut off) finds
 that out before it writes again (`verify`).
 
 Files are created exclusively (O_EXCL), which every file system in use for this can do; neither links nor locks are
@@ -88,7 +88,7 @@ class Lease:
         """Take the lease and keep renewing it in a thread.
 
         Raises UserError if another job has it. Where that job may still live and cannot be asked, this waits for its
-        next renewal, or for LIMIT seconds without one.
+        next renewal, or for LIMIT seconds without one, and always for two intervals between renewals.
         """
         watched: tuple[float, float] | None = None  # its last renewal, and since when we have seen no other
         taken_from = ""
