@@ -2,8 +2,8 @@
 
 RUN/lease.json says who holds it. Its modification time says when it was last renewed, by the clock of the file system,
 which is the same for everybody. A second job is refused. It takes the lease over when the first is known to be gone, or
-did not renew it for LIMIT seconds and not while it was watched either. A holder that stood still for so long (`scontrol suspend`, a machine cut off) finds
-that out before it writes again (`verify`).
+did not renew it for LIMIT seconds, nor while it was watched. A holder that stood still for so long (`scontrol suspend`,
+a machine cut off) finds that out before it writes again (`verify`).
 
 Files are created exclusively (O_EXCL), which every file system in use for this can do; neither links nor locks are
 needed. What a lease says of processes is read from /proc.
