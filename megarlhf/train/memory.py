@@ -6,9 +6,8 @@ Legend: N rows that a rank holds at once, B rows of a micro-batch, S tokens a ro
 
 from __future__ import annotations
 
+import os
 from typing import Literal
-
-import psutil
 
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
@@ -44,7 +43,7 @@ def check(
             2 * sampled * length * channels * size // parallel.tensor
         ),
     }
-    most = max(LARGEST_DEVICE, psutil.virtual_memory().total)
+    most = max(LARGEST_DEVICE, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if sum(needs.values()) > most:
         name = max(needs, key=lambda name: needs[name])
         raise UserError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +81,26 @@ def test_megatron_is_imported_in_few_places():
 def test_the_package_stands_without_tools_and_tests():
     outside = ("tools", "tests", "bench", "examples")
     wrong = [place for place, _, name in all_imports() if name.split(".")[0] in outside]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_the_package_imports_is_declared():
+    """In setup.cfg, not only installed here by chance. apex and NVIDIA's tools come with the containers of GPU nodes;
+    tokenizers and huggingface_hub with transformers."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    lists = [settings["options"]["install_requires"], *settings["options.extras_require"].values()]
+    declared = {re.split(r"[^\w-]", line.strip())[0].lower() for text in lists for line in text.split("\n")}
+    provides = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine"}
+    known = {provides.get(name, name.replace("-", "_")) for name in declared} | {*sys.stdlib_module_names, "megarlhf"}
+    known |= {"tokenizers", "huggingface_hub", "apex"}
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for path in files
+        for line, name in imports(path)
+        if name.split(".")[0] not in known | {"tools"}
+    ]
     assert not wrong, "\n".join(wrong)
 
 
