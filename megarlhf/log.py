@@ -40,6 +40,7 @@ class Log:
         self.files: dict[str, Appender] = {}
         for name in TABLES:
             records.keep_until(directory / f"{name}.jsonl", start)
+            self.files[name] = Appender(directory / f"{name}.jsonl")
         self.events = _Events(directory / "tensorboard", start)
         self.complained = False
         self.wandb = None
@@ -92,14 +93,13 @@ class Log:
             self.bar.write(message)
 
     def sync(self) -> None:
-        """Have all lines on the disk. A checkpoint must not appear before: the run that resumes from it would not
-        write them again."""
+        """Have all lines on the disk before a checkpoint appears: the run that resumes from it would not write them
+        again. If the disk does not take them, they wait in memory, and a warning says so; the checkpoint, which is on
+        the disk, counts for more."""
         if self.enabled:
             self._flush(sync=True)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        if name not in self.files:
-            self.files[name] = Appender(self.directory / f"{name}.jsonl")
         # JSON has no NaN: null keeps the line readable by every parser. Half a surrogate pair stays an escape.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -83,34 +83,48 @@ def sync_directory(path: Path) -> None:
 
 
 class Appender:
-    """A file to which whole records are appended. What the disk does not take waits in memory, and whatever follows
-    waits behind it; beyond LIMIT bytes records are dropped and counted in `lost`."""
+    """A file to which whole records are appended. What is not known to be on the disk is kept in memory: what the disk
+    does not take waits, and whatever follows waits behind it; what was written since the last `fsync` is written again
+    when an `fsync` fails, because the system may then have dropped it. Beyond LIMIT bytes records are dropped and
+    counted in `lost`.
+
+    A file that exists is opened at once, one that does not is created by the first flush: that, too, needs room on the
+    disk. A file that has appeared between is another process's and is left alone.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.lost = 0
-        self._waiting = bytearray()
-        self._file: int | None = None  # opened by the first flush: that, too, needs room on the disk
+        self._kept = bytearray()  # not known to be on the disk
+        self._written = 0  # so many bytes of it were handed to the system
+        self._start = 0  # its place in the file
+        self._failed = False  # the last fsync
+        self._file: int | None = None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._file = os.open(path, os.O_WRONLY)
+            self._start = os.fstat(self._file).st_size
 
     def write(self, record: bytes) -> None:
         """Append `record` at the next `flush`."""
-        if len(self._waiting) + len(record) > LIMIT:
+        if len(self._kept) + len(record) > LIMIT:
+            self._forget()
+        if len(self._kept) + len(record) > LIMIT:
             self.lost += 1
         else:
-            self._waiting += record
+            self._kept += record
 
     def flush(self, *, sync: bool = False) -> OSError | None:
-        """Hand what waits to the system; with `sync` have it on the disk. Returns what went wrong instead of raising
-        it."""
+        """Hand what waits to the system; with `sync`, and after an `fsync` that has failed, have it on the disk.
+        Returns what went wrong instead of raising it."""
         try:
-            if self._file is None and self._waiting:
+            if self._file is None and self._kept:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 sync_directory(self.path.parent)
-            while self._waiting:
-                del self._waiting[: os.write(self._file, self._waiting)]  # a full disk takes a part
-            if sync and self._file is not None:
-                os.fsync(self._file)
+            while self._written < len(self._kept):  # a full disk takes a part
+                self._written += os.pwrite(self._file, self._kept[self._written :], self._start + self._written)
+            if (sync or self._failed) and self._file is not None:
+                self._sync()
         except OSError as error:
             return error
         return None
@@ -122,3 +136,18 @@ class Appender:
             os.close(self._file)
             self._file = None
         return error
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._file)
+        except OSError:
+            self._written, self._failed = 0, True
+            raise
+        self._failed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep no longer what the system has taken."""
+        self._start += self._written
+        del self._kept[: self._written]
+        self._written = 0

@@ -116,6 +116,40 @@ def test_a_full_disk(tmp_path):
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 100))
 
 
+def test_lines_that_a_failed_sync_dropped_are_written_again(tmp_path):
+    """/dev/null takes lines, keeps none, and has no fsync: so does a server that finds its disk full when it syncs."""
+    file = records.Appender(tmp_path / "lines")
+    file.write(b"1\n")
+    assert file.flush(sync=True) is None
+    disk, null = os.dup(file._file), os.open("/dev/null", os.O_WRONLY)
+    file.write(b"2\n")
+    assert file.flush() is None
+    os.dup2(null, file._file)
+    file.write(b"3\n")
+    assert file.flush() is None and isinstance(file.flush(sync=True), OSError)
+    file.write(b"4\n")
+    assert isinstance(file.flush(), OSError)  # not before an fsync succeeds is all well again
+    os.dup2(disk, file._file)
+    assert file.flush() is None and file.path.read_bytes() == b"1\n2\n3\n4\n"
+    file.write(b"5\n")
+    assert file.close() is None and file.path.read_bytes() == b"1\n2\n3\n4\n5\n" and file.lost == 0
+    os.close(disk)
+    os.close(null)
+
+
+@pytest.mark.parametrize("begun", [(), ("metrics",), ("metrics", "samples")])
+def test_a_process_that_lost_the_directory_writes_no_line_into_it(tmp_path, begun):
+    """Whichever of its files it had when the other one came."""
+    for name in begun:
+        (tmp_path / f"{name}.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    stale = log(tmp_path, 2)
+    new = log(tmp_path, 2)
+    write(new, 4)
+    write(stale, 6, 8)
+    for name in ("metrics", "samples"):
+        assert steps(tmp_path, name) == [*([1, 2] if name in begun else []), 4, 4]
+
+
 def test_memory_for_waiting_lines_is_bounded(tmp_path):
     file = records.Appender(tmp_path / "no" / "such")
     (tmp_path / "no").write_text("")  # not a directory, for now
@@ -126,6 +160,11 @@ def test_memory_for_waiting_lines_is_bounded(tmp_path):
     (tmp_path / "no").unlink()
     assert file.close() is None and file.lost == 2
     assert file.path.stat().st_size == 4 * len(line)
+    file = records.Appender(tmp_path / "taken")
+    for _ in range(6):  # what the disk takes is never dropped, synced or not
+        file.write(line)
+        assert file.flush() is None
+    assert file.lost == 0 and file.path.stat().st_size == 6 * len(line)
 
 
 def test_a_file_is_replaced_or_stays(tmp_path):
