@@ -260,6 +260,7 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
         return
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
+    lease.verify()  # building the models took its time, and from here on files of the run are replaced
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
     records.replace(run / state.RUN_FILE, config.dump(settings))
