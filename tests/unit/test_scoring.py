@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -260,6 +261,27 @@ def test_the_whole_answer_has_a_deadline(bad, how):
     with pytest.raises(UserError, match=r"no answer within 0.5 s, also after 1 retries"):
         remote(f"{bad}/{how}", timeout=0.5, retries=1)(PROMPTS, RESPONSES)
     assert time.monotonic() - started < 20  # for ever, without
+
+
+def test_the_deadline_is_of_the_look_up_too(monkeypatch):
+    """A resolver that answers when the deadline is over: nobody has waited for it, and nothing is sent any more."""
+    look_up, given_up, ended = socket.getaddrinfo, threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        given_up.wait(20)
+        ended.set()
+        return look_up(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with pytest.raises(UserError, match=r"no answer within 0.2 s, also after 0 retries"):
+            remote(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, retries=0)(PROMPTS, RESPONSES)
+        assert not ended.is_set()
+        given_up.set()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(20)
+            assert connection.recv(1) == b""
 
 
 def test_an_answer_has_a_limit_and_is_not_looked_for_elsewhere(bad, monkeypatch):
