@@ -21,17 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megarlhf import config
 from megarlhf.cluster import backend, launch, signals
 from megarlhf.config import UserError
 
-STARTS = "starts.json"  # in the run directory: at which step each start of the present job began; its last failure
+STARTS = "starts.json"  # in the run directory: where the attempts of its last jobs began, and how they failed
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, to be started again by hand
 
 
@@ -57,8 +57,8 @@ class Job:
     """What a loop asks at each safe point. Make it when the first step is known; collective in `leave` alone."""
 
     def __init__(self, config: JobConfig, run: Path, step: int):
-        """`step`: updates done so far. Raises UserError (on rank 0, for all) when the job's last two starts made no
-        progress."""
+        """`step`: updates done so far. Raises UserError (on rank 0, for all) when two attempts of this job that began
+        there have failed."""
         self.config = config
         self.why = signals.STAY
         self.end = None  # seconds since the epoch
@@ -167,45 +167,66 @@ def _restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What starts.json says of one job. Attempts are numbered as Slurm counts restarts."""
+
+    attempt: int = -1  # the last one that came to its loop
+    step: int = -1  # after which that began
+    failures: int = 0  # of the attempts that began after that step, so many failed
+    failed: int = -1  # the last attempt that failed
+    what: str = ""  # how
+    alike: int = 0  # so many attempts in a row failed in that way
+
+
 def _count_start(run: Path, step: int) -> None:
-    """Record in `run` that this job starts at `step`, and refuse a third start in a row at the same step."""
+    """Record in `run` that this attempt begins after `step`, and refuse it if two that began there have failed. What
+    Slurm ends and requeues itself, as a preemption does, is no failure."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
-    record = _read_record(run, job)
-    if record["steps"][-2:] == [step, step]:
+    record = _read_records(run).get(job, _Record())
+    failures = record.failures if record.step == step else 0
+    if failures >= 2:
         raise UserError(
-            f"{run}: job {job} made no progress twice: its last two attempts, too, began after step {step}; find out "
-            "why from their messages, give it more time or checkpoint.every fewer steps, and submit it again"
+            f"{run}: job {job} made no progress twice: two attempts that began after step {step} failed before their "
+            "first new checkpoint; find out why from their messages, give it checkpoint.every fewer steps, and submit "
+            "it again"
         )
-    _write_record(run, {**record, "steps": [*record["steps"], step]})
+    _write_record(run, job, replace(record, attempt=_restarts(), step=step, failures=failures))
 
 
 def _repeats(run: Path, failure: str) -> bool:
-    """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same."""
+    """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same. After a TERM
+    nothing counts: whoever preempts a job ends its ranks one after the other."""
     job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
+    if job is None or signals.asked() == signals.END:
         return False
-    record = _read_record(run, job)
-    last = record.get("failure", {})
-    if last.get("attempt") != _restarts():  # else another rank has recorded it
-        again = last.get("attempt") == _restarts() - 1 and last.get("what") == failure
-        last = {"attempt": _restarts(), "what": failure, "alike": last.get("alike", 1) + 1 if again else 1}
+    record = _read_records(run).get(job, _Record())
+    if record.failed != _restarts():  # else another rank has recorded it
+        again = record.failed == _restarts() - 1 and record.what == failure
+        record = replace(
+            record, failures=record.failures + (record.attempt == _restarts()),
+            failed=_restarts(), what=failure, alike=record.alike + 1 if again else 1,
+        )  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, say; then there is one attempt more
-            _write_record(run, {**record, "failure": last})
-    return last.get("alike", 1) >= (2 if re.search(r" in step \d+$", failure) else 3)
+            _write_record(run, job, record)
+    return record.alike >= (2 if re.search(r" in step \d+$", failure) else 3)
 
 
-def _read_record(run: Path, job: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        record = json.loads((run / STARTS).read_text())
-        if record["job"] == job and isinstance(record["steps"], list) and isinstance(record.get("failure", {}), dict):
-            return record
-    return {"job": job, "steps": []}
+def _read_records(run: Path) -> dict[str, _Record]:
+    """By job: one that fails before it has the run directory may write beside the one that has it."""
+    try:
+        records = json.loads((run / STARTS).read_text())
+        return {job: config.from_dict(_Record, record, str(run / STARTS)) for job, record in records.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+        return {}
 
 
-def _write_record(run: Path, record: dict[str, Any]) -> None:
+def _write_record(run: Path, job: str, record: _Record) -> None:
     run.mkdir(parents=True, exist_ok=True)
+    others = [(other, value) for other, value in _read_records(run).items() if other != job]
+    kept = {name: asdict(value) for name, value in [*others[-7:], (job, record)]}
     temporary = run / f"{STARTS}.partial-{os.getpid()}"  # several ranks may report the same failure
-    temporary.write_text(json.dumps(record) + "\n")
+    temporary.write_text(json.dumps(kept) + "\n")
     os.replace(temporary, run / STARTS)

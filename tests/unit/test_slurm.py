@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.cluster import slurm
+from megarlhf.cluster import signals, slurm
 from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
 from tests.ranks import ROOT
@@ -26,18 +27,65 @@ def job(monkeypatch):
     return monkeypatch
 
 
-def test_two_attempts_without_progress_are_the_last(job, tmp_path):
+def attempt(job, run: Path, number: int, step: int | None, failure: str | None) -> str:
+    """The `number`-th attempt of the job, which begins after `step`, if it comes so far; what the failure's message
+    ends with."""
+    job.setenv("SLURM_RESTART_COUNT", str(number))
+    job.setenv("MEGARLHF_REQUEUE", str(run.parent / "requeue"))
+    if step is not None:
+        slurm._count_start(run, step)
+    return slurm.request_requeue("why", JobConfig(), run, failure) if failure else ""
+
+
+def test_two_failures_without_progress_are_the_last(job, tmp_path):
+    run = tmp_path / "run"
     job.setenv("SLURM_JOB_ID", "71")
-    for step in (0, 0, 4, 4):  # twice from the same step: the first attempt at it brought nothing
-        slurm._count_start(tmp_path / "run", step)
-    with pytest.raises(UserError, match="job 71 made no progress twice: .* began after step 4; "):
-        slurm._count_start(tmp_path / "run", 4)
+    story = [(0, "a"), (4, "b"), (None, "c"), (None, "d"), (4, None), (4, None), (4, None), (4, "e")]
+    for number, (step, failure) in enumerate(story):
+        attempt(job, run, number, step, failure)
+    with pytest.raises(UserError, match="job 71 made no progress twice: two attempts that began after step 4 failed"):
+        attempt(job, run, len(story), 4, None)
+    attempt(job, run, len(story), 5, None)
     job.setenv("SLURM_JOB_ID", "72")  # submitted anew
-    slurm._count_start(tmp_path / "run", 4)
+    attempt(job, run, 0, 4, None)
     job.delenv("SLURM_JOB_ID")  # nothing to do with Slurm
     for _ in range(4):
-        slurm._count_start(tmp_path / "other", 0)
+        attempt(job, tmp_path / "other", 0, 0, "f")
     assert not (tmp_path / "other").exists()
+
+
+def test_what_slurm_ends_is_no_failure(job, tmp_path):
+    """Preempted again and again before the first checkpoint: without a word, or after a TERM by which the ranks lose
+    each other."""
+    job.setenv("SLURM_JOB_ID", "71")
+    for number in range(6):
+        job.setattr(signals, "_asked", signals.END if number % 2 else signals.STAY)
+        attempt(job, tmp_path / "run", number, 0, "a rank was lost in step 1" if number % 2 else None)
+
+
+def test_another_job_that_fails_leaves_the_record_alone(job, tmp_path):
+    """One that has not got the run directory yet, or never gets it."""
+    run = tmp_path / "run"
+    for number in range(2):
+        for name in ("71", "72"):
+            job.setenv("SLURM_JOB_ID", name)
+            attempt(job, run, number, 4 if name == "71" else None, f"{name} failed {number}")
+    job.setenv("SLURM_JOB_ID", "71")
+    with pytest.raises(UserError, match="job 71 made no progress twice"):
+        attempt(job, run, 2, 4, None)
+    for number in range(20):
+        job.setenv("SLURM_JOB_ID", str(100 + number))
+        attempt(job, run, 0, 4, None)
+    assert len(json.loads((run / slurm.STARTS).read_text())) == 8  # the last ones
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"71": 3}', '{"job": "71", "steps": [4, 4]}', '{"71": {"step": "x"}}']
+)
+def test_a_damaged_record_counts_for_nothing(job, tmp_path, content):
+    (tmp_path / slurm.STARTS).write_text(content)
+    job.setenv("SLURM_JOB_ID", "71")
+    assert "the job is requeued" in attempt(job, tmp_path, 0, 4, "killed in step 5")
 
 
 def test_requeues_are_bounded_and_asked_for_in_a_file(job, tmp_path):
