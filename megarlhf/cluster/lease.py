@@ -205,19 +205,27 @@ class Lease:
 
     def _remove(self, token: str, renewed: float | None = None) -> bool:
         """Remove the lease with this token, last renewed at `renewed`; False if it is not this one any more, or if
-        somebody else is removing it. Whoever creates the claim may remove it: of several jobs one alone."""
+        somebody else is removing it. Whoever creates the claim may remove it: of several jobs one alone. A claim whose
+        maker was killed in the middle stays, and the next one stands behind it: of those who see that it is old, one
+        alone creates that. No claim counts once the lease is gone, because no other has its token."""
         claim = self.path.with_name(f"{NAME}.{token}.claim")
-        try:
-            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):
-                if self._now() - claim.stat().st_mtime > LIMIT:  # its maker was killed in the middle
-                    claim.unlink()
-            time.sleep(0.01)
-            return False
+        while True:
+            began = _clock()
+            try:
+                os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                break
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):
+                    if self._now() - claim.stat().st_mtime > LIMIT:
+                        claim = claim.with_name(claim.name + "+")
+                        continue
+                time.sleep(0.01)
+                return False
         try:
             found = self._read()
             if found is None or found[0].token != token or renewed not in (None, found[1]):
+                return False
+            if _clock() - began > LIMIT / 2:  # the file system hung: somebody may have the next claim
                 return False
             self.path.unlink()
             return True

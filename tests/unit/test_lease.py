@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -169,6 +172,66 @@ def test_what_cannot_be_a_directory(tmp_path):
     for run in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/x"), tmp_path / ("x" * 300)):
         with pytest.raises(UserError, match="cannot be written"), lease.held(run):
             pass
+
+
+def until(moment: int, work: Callable[[], None]) -> Callable[[], None]:
+    """Run `work` in a thread, up to the `moment`-th line of `_remove`. The result runs the rest."""
+    reached, resume = threading.Event(), threading.Event()
+    left = moment
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code is not Lease._remove.__code__:
+            return None
+        left -= event == "line"
+        if event == "line" and left == 0:
+            reached.set()
+            resume.wait()
+        return trace
+
+    def run() -> None:
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            reached.set()
+
+    def finish() -> None:
+        resume.set()
+        thread.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    reached.wait()
+    return finish
+
+
+def test_one_takes_over_from_an_old_claim(tmp_path):
+    """A job was killed in the middle of a takeover. Two others go on from there, and stand still wherever you like: one
+    alone removes the lease, what it creates then stays, and nobody is kept out for ever."""
+    for first, second in itertools.product(range(3, 12), range(6, 24)):
+        run = tmp_path / f"{first} {second}"
+        run.mkdir()
+        abandoned, winners = Lease(run), []
+        assert abandoned._create()
+        token = abandoned.holder.token
+        old = run / f"{lease.NAME}.{token}.claim"
+        old.touch()
+        os.utime(old, (0, 0))
+
+        def take_over(run=run, token=token, winners=winners) -> None:
+            rival = Lease(run)
+            for _ in range(3):
+                if rival._remove(token) and rival._create():
+                    winners.append(rival)
+
+        slow = until(first, take_over)
+        fast = until(second, take_over)
+        slow()
+        fast()
+        take_over()
+        (winner,) = winners
+        assert winner._read()[0] == winner.holder, (first, second)
 
 
 @pytest.mark.parametrize("left_by", [None, "a process that is gone", "a job that is gone"])
