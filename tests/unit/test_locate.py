@@ -29,6 +29,22 @@ def test_run_checkpoint_and_model_lead_to_the_model(run):
     assert find_model(checkpoint / "critic") == checkpoint / "critic"  # a model is itself, whatever its role
 
 
+@pytest.mark.parametrize("left", ["no latest", "a step put aside"])
+def test_a_run_is_found_as_it_goes_on(run, left):
+    """Where a resumed run goes on, others find its model: without `latest` the newest complete step, and a step that is
+    being replaced under the name that it has meanwhile."""
+    checkpoints = run / "checkpoints"
+    for step in checkpoints.glob("step_*"):
+        (step / "state.json").write_text('{"step": 1}')
+    newest = checkpoints / "step_00000002"
+    if left == "no latest":
+        (checkpoints / "latest").unlink()
+        (checkpoints / "step_00000003").mkdir()  # not complete
+    else:
+        newest = newest.rename(checkpoints / "step_00000002.replaced")
+    assert find_model(run, "critic") == newest / "critic" and find_tokenizer(run) == newest / "tokenizer"
+
+
 def test_no_tokenizer(run):
     (run / "checkpoints" / "step_00000002" / "tokenizer").rmdir()
     assert find_tokenizer(run) is None

@@ -139,6 +139,22 @@ def test_a_kill_while_a_step_is_replaced(tmp_path):
     assert seen == {"old", "new"} and moment > 15
 
 
+def test_a_step_that_was_put_aside_gets_its_name_back(tmp_path):
+    """A kill came just before the new one got the name; and just after, then the old one goes."""
+    for step in (3, 4):
+        save(tmp_path, step, "old")
+        os.replace(steps.path_of(tmp_path, step), tmp_path / f"step_{step:08d}.replaced")
+    save(tmp_path, 3, "new")
+    save(tmp_path / "else", 3, "old")
+    os.replace(tmp_path / "else" / "step_00000003", tmp_path / "step_00000003.replaced")
+    steps.sweep(tmp_path)
+    assert [(path.name, (path / "file0").read_text()) for path in steps.complete(tmp_path)] == [
+        ("step_00000003", "new"),
+        ("step_00000004", "old"),
+    ]
+    assert not list(tmp_path.glob("*.*"))
+
+
 def test_a_kill_while_steps_are_removed(tmp_path):
     """No directory that is half removed is taken for a whole one, or stays."""
     before = tmp_path / "before"
