@@ -1,0 +1,53 @@
+"""Whether a start goes on with a run, begins one, or is refused because it would lose what is there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megarlhf.checkpoint import CheckpointConfig
+from megarlhf.config import UserError
+from megarlhf.train import setup
+
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for name in RESTARTS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def latest(run, *, resume: bool = True):
+    return setup.latest(SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume)))
+
+
+@pytest.mark.parametrize("name", RESTARTS)
+def test_a_restart_goes_on_although_the_run_was_to_begin(tmp_path, monkeypatch, name):
+    """checkpoint.resume=false is for the first attempt: what it has saved is its own."""
+    monkeypatch.setenv(name, "0")
+    assert latest(tmp_path, resume=False) is None
+    step = tmp_path / "checkpoints" / "step_00000003"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text('{"step": 3}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(UserError, match=r"already holds a run \(step_00000003, metrics.jsonl\)"):
+        latest(tmp_path, resume=False)
+    monkeypatch.setenv(name, "1")
+    assert latest(tmp_path, resume=False) == latest(tmp_path) == step
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "refused"), [(5, 9, False), (5, 10, True), (50, 10, False), (None, 1000, False)]
+)
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again(tmp_path, every, last, refused):
+    """Two intervals after its first step it has saved at least once."""
+    if every is not None:
+        (tmp_path / "run.yaml").write_text(f"checkpoint: {{every: {every}}}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, last + 1)))
+    if refused:
+        with pytest.raises(UserError, match=f"has metrics up to step {last}, but no checkpoint; restore "):
+            latest(tmp_path)
+    else:
+        assert latest(tmp_path) is None
