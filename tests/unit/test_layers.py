@@ -85,15 +85,18 @@ def test_the_package_stands_without_tools_and_tests():
 
 
 def test_what_the_package_imports_is_declared():
-    """In setup.cfg, not only installed here by chance. apex and NVIDIA's tools come with the containers of GPU nodes;
-    tokenizers and huggingface_hub with transformers."""
+    """In setup.cfg, not only installed here by chance. apex comes with the containers of GPU nodes, triton with torch
+    for CUDA, tokenizers and huggingface_hub with transformers."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    lists = [settings["options"]["install_requires"], *settings["options.extras_require"].values()]
+    lists = [
+        settings["options"]["install_requires"],
+        *(settings["options.extras_require"][x] for x in ("gpu", "mpi", "wandb")),
+    ]
     declared = {re.split(r"[^\w-]", line.strip())[0].lower() for text in lists for line in text.split("\n")}
     provides = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine"}
     known = {provides.get(name, name.replace("-", "_")) for name in declared} | {*sys.stdlib_module_names, "megarlhf"}
-    known |= {"tokenizers", "huggingface_hub", "apex"}
+    known |= {"tokenizers", "huggingface_hub", "apex", "triton"}
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     wrong = [
         f"{path}:{line} imports {name}"
