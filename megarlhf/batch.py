@@ -76,24 +76,30 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class Signals(Rows):
-    """What the models say of the sampled tokens, before any update."""
+    """What the models say of the sampled tokens, before any update. The last two where an algorithm asks for them."""
 
     logprobs: Tensor  # (B, R) float32, of the policy that sampled them
     ref_logprobs: Tensor  # (B, R) float32
-    values: Tensor  # (B, R) float32: column j is of the state before token P + j
-    kl: Tensor | None = None  # (B, R) float32: the exact KL of each token's distribution, where it is asked for
+    values: Tensor | None = None  # (B, R) float32: column j is of the state before token P + j
+    kl: Tensor | None = None  # (B, R) float32: the exact KL of each token's distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Sequences):
-    """What a policy and a critic learn from."""
+    """What a policy learns from."""
 
     logprobs: Tensor  # (B, R) float32, as in Signals
+    advantages: Tensor  # (B, R) float32, 0 outside the mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticExperience(Experience):
+    """What a policy and a critic learn from. `advantages` are GAE of the rewards plus `correction`."""
+
     values: Tensor  # (B, R) float32, as in Signals
     rewards: Tensor  # (B, R) float32; this and the next two are 0 outside the mask
-    advantages: Tensor  # (B, R) float32
     returns: Tensor  # (B, R) float32
-    correction: Tensor | None = None  # (B, R) float32: what advantages add to GAE of the rewards (algorithms/kl.py)
+    correction: Tensor  # (B, R) float32 (algorithms/kl.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +143,16 @@ class Rollout(Sequences):
     sequence_ids: Tensor  # (B,) int64
     logprobs: Tensor  # (B, R) float32, of softmax(logits / temperature)
     entropy: Tensor | None = None  # (B, R) float32, of the same distribution
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The responses of one step and what is known of them."""
+
+    rollout: Rollout
+    scores: Scores
+    signals: Signals
+    extra: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what one algorithm collects for itself, B rows
 
 
 def positions(segments: Tensor) -> Tensor:

@@ -21,14 +21,15 @@ from megarlhf import __version__, report
 from megarlhf.cluster import signals
 from megarlhf.config import UnknownKeyError, UserError
 
-PROGRAMS = {
-    "sft": ("megarlhf.train.sft", "supervised fine-tuning on prompts and responses, chats or plain text"),
-    "reward": ("megarlhf.train.reward", "a reward model from preferences"),
+PROGRAMS = {  # verb: (module, or module:name, that has its `main`; help)
+    "sft": ("megarlhf.train.sft:PROGRAM", "supervised fine-tuning on prompts and responses, chats or plain text"),
+    "reward": ("megarlhf.train.reward:PROGRAM", "a reward model from preferences"),
     "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
-    "ppo": ("megarlhf.train.ppo", "a policy that scores higher, with PPO"),
-    "generate": ("megarlhf.train.generate", "responses to a file of prompts"),
+    "rl": ("megarlhf.train.rl:PROGRAM", "a policy that scores higher, with the algorithm that the file names"),
+    "ppo": ("megarlhf.train.rl:PPO", "the same with PPO"),
+    "generate": ("megarlhf.train.generate:PROGRAM", "responses to a file of prompts"),
 }
-TRAINING = ("sft", "reward", "ppo")
+TRAINING = ("sft", "reward", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
 # Flags that stand for keys of a program's configuration. With them the file is optional.
 FLAGS = {
@@ -68,21 +69,19 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.program == "report":  # a reader of files: no configuration, no rank, no torch
             report.main(arguments.run, arguments.output)
         elif arguments.program == "preflight":
-            modules = {name: PROGRAMS[name][0] for name in TRAINING}
             importlib.import_module("megarlhf.train.preflight").main(
                 arguments.config,
                 arguments.overrides,
-                modules=modules,
+                programs={name: find(name) for name in TRAINING},
                 program=arguments.subject,
                 nodes=arguments.nodes,
                 per_node=arguments.gpus_per_node,
                 verify=arguments.verify,
             )
         else:
-            module, _ = PROGRAMS[arguments.program]
             given = {key: getattr(arguments, flag) for flag, (key, _, _) in FLAGS.get(arguments.program, {}).items()}
             overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-            importlib.import_module(module).main(arguments.config, [*overrides, *arguments.overrides])
+            find(arguments.program).main(arguments.config, [*overrides, *arguments.overrides])
         status = 0
     except UserError as error:
         status = _fail(f"error: {error}{_belongs_to(arguments, error)}", 2, error)
@@ -97,13 +96,20 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
+def find(name: str):
+    """What has the `main` of a verb, a `Program` if it has ranks; imports torch."""
+    module, _, attribute = PROGRAMS[name][0].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
 def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
     """Whose configuration it is, where one was given to another program."""
     program = arguments.subject if arguments.program == "preflight" else arguments.program
     if not isinstance(error, UnknownKeyError) or arguments.config is None or program is None:
         return ""
-    modules = {name: PROGRAMS[name][0] for name in (*TRAINING, "generate")}
-    return importlib.import_module("megarlhf.train.preflight").belongs_to(arguments.config, program, modules)
+    programs = {name: find(name) for name in (*TRAINING, "generate")}
+    return importlib.import_module("megarlhf.train.preflight").belongs_to(arguments.config, program, programs)
 
 
 def _watchdog():

@@ -55,11 +55,7 @@ def load(
     Raises UserError for a missing file, bad YAML, unknown keys (naming the nearest), wrong types, and for whatever a
     section's own `__post_init__` refuses.
     """
-    tree = _Node({}, "command line")
-    if path is not None:
-        tree = _read(Path(path), "the configuration", "give --config an existing YAML file")
-    for override in overrides:
-        _override(tree, override)
+    tree = _tree(path, overrides)
     if presets is not None and "preset" in tree.value:
         chosen = tree.value["preset"]
         if not isinstance(chosen.value, str) or chosen.value not in presets:
@@ -67,6 +63,11 @@ def load(
             raise UserError(f"{chosen.where}: there is no preset {_shown(_unwrap(chosen))}; {hint}")
         _fill(tree, _wrap(presets[chosen.value], f"preset {chosen.value}"))
     return _Builder(cls, tree).build(cls, tree, "")
+
+
+def top_level(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """{key: where it stands} of the first level of a file with overrides. Raises UserError as `load` does."""
+    return {key: node.where for key, node in _tree(path, overrides).value.items()}
 
 
 def like(section: str) -> dict[str, str]:
@@ -127,6 +128,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
 class _Node:
     value: Any
     where: str
+
+
+def _tree(path: str | Path | None, overrides: Sequence[str]) -> _Node:
+    tree = _Node({}, "command line")
+    if path is not None:
+        tree = _read(Path(path), "the configuration", "give --config an existing YAML file")
+    for override in overrides:
+        _override(tree, override)
+    return tree
 
 
 def _read(path: Path, what: str, remedy: str) -> _Node:

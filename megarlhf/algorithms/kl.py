@@ -17,7 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarlhf.algorithms.masked import last_valid
+from megarlhf.algorithms.interface import Metrics
+from megarlhf.algorithms.masked import last_valid, masked_sum, variance
+from megarlhf.batch import Rollout, Scores, Signals
 
 ScorePosition = Literal["last", "last_valid"]
 
@@ -87,6 +89,49 @@ def penalised_rewards(
     else:
         position = last_valid(mask)
     return torch.where(mask, -kl_coef * kl, 0) + torch.where(position, scores[:, None], 0)
+
+
+def signals(config: KLConfig) -> frozenset[str]:
+    """What the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
+    return frozenset({"kl"} if config.estimator == "exact" else ())
+
+
+def token_kl(signals: Signals, config: KLConfig) -> Tensor:
+    """(B, R): what the rewards take for the KL of each token's distribution."""
+    return signals.kl if config.estimator == "exact" else kl_estimate(signals.logprobs, signals.ref_logprobs)
+
+
+def rewards(
+    scores: Scores, signals: Signals, mask: Tensor, *, kl_coef: float, config: KLConfig, score_position: ScorePosition
+) -> tuple[Tensor, Tensor]:
+    """(B, R) rewards of scores and penalty, and (B, R) what advantages need beside them: `own_correction` with the
+    exact KL, 0 with k1."""
+    kl = token_kl(signals, config)
+    found = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=score_position)
+    if config.estimator != "exact":
+        return found, torch.zeros_like(found)
+    return found, own_correction(signals.logprobs, signals.ref_logprobs, kl, mask, kl_coef=kl_coef)
+
+
+def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: KLConfig) -> Metrics:
+    """What the batch says about the policy that sampled it: means over responses of sums over tokens
+    (lm-human-preferences train_policy.py, `record_step_stats`). objective/kl, which `next_kl_coef` takes once it is
+    global, is of k1 whatever estimator the penalty uses; objective/entropy is that of whole responses, -sum_j
+    logprobs."""
+    mask = rollout.mask
+    count = torch.ones_like(scores.scores).sum()
+    score, non_score = scores.scores.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
+    exact = {} if signals.kl is None else {"objective/kl_exact": (masked_sum(signals.kl, mask), count)}
+    return {
+        **exact,
+        "objective/kl": (masked_sum(kl_estimate(signals.logprobs, signals.ref_logprobs), mask), count),
+        "objective/entropy": (-masked_sum(signals.logprobs, mask), count),
+        "objective/scores": (score, count),
+        "objective/scores_var": variance(scores.scores, torch.ones_like(scores.scores, dtype=torch.bool)),
+        "objective/non_score_reward": (non_score, count),
+        "objective/scores_total": (score + non_score, count),
+        "objective/response_length": (mask.sum(), count),
+    }
 
 
 def next_kl_coef(kl_coef: float, kl: float, config: KLConfig, *, batch_size: int) -> float:

@@ -2,9 +2,9 @@
 
     experience = make_experience(rollout, scores, signals, kl_coef=..., config=...)     once a batch
     minibatch  = whiten_minibatch(part of experience, config=..., group=...)            once a minibatch
-    policy_loss, value_loss, or both in one backward as joint_loss                      once a micro-batch
+    policy_loss, value_loss                                                             once a micro-batch
 
-A loss becomes the engine's with `functools.partial(policy_loss, config=config)`.
+`algorithm(config)` is these as one value for the loop.
 Legend: B rows, S tokens a row, P prompt columns, R = S - P response columns.
 """
 
@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.algorithms import kl
 from megarlhf.algorithms.advantages import gae
-from megarlhf.algorithms.kl import KLConfig, ScorePosition, kl_estimate, own_correction, penalised_rewards
+from megarlhf.algorithms.interface import Metrics, OnlineAlgorithm, Outputs, Update
+from megarlhf.algorithms.kl import KLConfig, ScorePosition
 from megarlhf.algorithms.masked import inverse_deviation, masked_sum, variance, whiten
-from megarlhf.batch import Experience, Rollout, Scores, Signals
-from megarlhf.metrics import Max, Metric, Min
-
-Metrics = dict[str, tuple[Tensor, Tensor] | Metric]
+from megarlhf.batch import CriticExperience, Experience, Rollout, Scores, Signals
+from megarlhf.metrics import Max, Min
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,41 @@ OPENAI_2019 = PPOConfig(
 )
 
 
+def algorithm(config: PPOConfig) -> OnlineAlgorithm:
+    """PPO for the loop: a policy, and a critic with an update of its own."""
+    updates = {
+        "actor": Update(partial(policy_loss, config=config), {"with_entropy": True}),
+        "critic": Update(partial(value_loss, config=config), prefix="ppo/val/"),
+    }
+    return OnlineAlgorithm(
+        make_experience=lambda batch, state: make_experience(
+            batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config
+        ),
+        updates=lambda step: updates,
+        objective=lambda batch, state: kl.objective(
+            batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config.kl
+        ),
+        minibatch=lambda rows, group: whiten_minibatch(rows, config=config, group=group),
+        signals=frozenset({"values"}) | kl.signals(config.kl),
+        state={"kl_coef": config.kl.coef},
+        adapt=lambda state, values, batch_size: {
+            "kl_coef": kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
+        },
+        fixed_length=config.score_position == "last",
+    )
+
+
 def make_experience(
     rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: PPOConfig
-) -> Experience:
+) -> CriticExperience:
     """Credit: rewards from scores and KL penalty (P8), advantages and returns by GAE (P6), of the whole batch and not
     whitened: see `whiten_minibatch`. Pure; every row for itself, so any share of a batch will do."""
     mask = rollout.mask
-    kl = token_kl(signals, config)
-    rewards = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=config.score_position)
+    rewards, correction = kl.rewards(
+        scores, signals, mask, kl_coef=kl_coef, config=config.kl, score_position=config.score_position
+    )
     advantages, returns = gae(rewards, signals.values, mask, gamma=config.gamma, lam=config.lam)
-    correction = None
-    if config.kl.estimator == "exact":
-        correction = own_correction(signals.logprobs, signals.ref_logprobs, kl, mask, kl_coef=kl_coef)
-        advantages = advantages + correction
-    return Experience(
+    return CriticExperience(
         tokens=rollout.tokens,
         mask=mask,
         segments=rollout.segments,
@@ -79,20 +101,15 @@ def make_experience(
         logprobs=signals.logprobs,
         values=signals.values,
         rewards=rewards,
-        advantages=advantages,
+        advantages=advantages + correction,
         returns=returns,
         correction=correction,
     )
 
 
-def token_kl(signals: Signals, config: PPOConfig) -> Tensor:
-    """(B, R): what the rewards take for the KL of each token's distribution."""
-    if config.kl.estimator == "exact":
-        return signals.kl
-    return kl_estimate(signals.logprobs, signals.ref_logprobs)
-
-
-def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.ProcessGroup | None = None) -> Experience:
+def whiten_minibatch(
+    minibatch: CriticExperience, *, config: PPOConfig, group: dist.ProcessGroup | None = None
+) -> CriticExperience:
     """The minibatch of one update with its rewards and advantages whitened (detail P9), to be cut into micro-batches
     afterwards. `group`: the data-parallel ranks that hold the rest of the minibatch.
 
@@ -107,15 +124,14 @@ def whiten_minibatch(minibatch: Experience, *, config: PPOConfig, group: dist.Pr
     if config.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False, group=group)
         advantages, returns = gae(rewards, minibatch.values, minibatch.mask, gamma=config.gamma, lam=config.lam)
-        if minibatch.correction is not None:
-            scale = inverse_deviation(minibatch.rewards, minibatch.mask, group=group)
-            advantages = advantages + scale * minibatch.correction
+        scale = inverse_deviation(minibatch.rewards, minibatch.mask, group=group)
+        advantages = advantages + scale * minibatch.correction
     if config.whiten_advantages:
         advantages = whiten(advantages, minibatch.mask, group=group)
     return dataclasses.replace(minibatch, rewards=rewards, advantages=advantages, returns=returns)
 
 
-def policy_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
+def policy_loss(outputs: Outputs, rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
     """The clipped surrogate, with ratio = exp(logprobs - old logprobs) (Schulman et al. 2017, eq. 7):
 
         sum_{b,j} mask * max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range))
@@ -144,7 +160,7 @@ def policy_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConf
     return total, count, metrics
 
 
-def value_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
+def value_loss(outputs: Outputs, rows: CriticExperience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
     """The value loss clipped like the policy's (detail P10; lm-human-preferences train_policy.py, `loss`):
 
         vf_coef * sum_{b,j} mask * 0.5 * max((v - returns)^2, (clip(v, V - c, V + c) - returns)^2)
@@ -170,33 +186,3 @@ def value_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfi
         "ppo/returns/var": variance(returns, mask),
     }
     return config.vf_coef * total, count, metrics
-
-
-def joint_loss(outputs: dict[str, Tensor], rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
-    """policy_loss + value_loss (vf_coef is in the latter) for a value head on the actor's trunk, as in the original;
-    both are sums over the same tokens. outputs["logprobs"] and outputs["values"] (B, R)."""
-    policy, count, policy_metrics = policy_loss(outputs, rows, config=config)
-    value, _, value_metrics = value_loss(outputs, rows, config=config)
-    return policy + value, count, {**policy_metrics, **value_metrics, "ppo/loss/total": (policy + value, count)}
-
-
-def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: PPOConfig) -> Metrics:
-    """What the batch says about the policy that sampled it: means over responses of sums over tokens
-    (lm-human-preferences train_policy.py, `record_step_stats`). objective/kl, which `next_kl_coef` takes once it is
-    global, is of k1 whatever estimator the penalty uses; objective/entropy is that of whole responses, -sum_j
-    logprobs."""
-    mask = rollout.mask
-    count = torch.ones_like(scores.scores).sum()
-    kl = kl_estimate(signals.logprobs, signals.ref_logprobs)
-    score, non_score = scores.scores.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
-    exact = {} if signals.kl is None else {"objective/kl_exact": (masked_sum(signals.kl, mask), count)}
-    return {
-        **exact,
-        "objective/kl": (masked_sum(kl, mask), count),
-        "objective/entropy": (-masked_sum(signals.logprobs, mask), count),
-        "objective/scores": (score, count),
-        "objective/scores_var": variance(scores.scores, torch.ones_like(scores.scores, dtype=torch.bool)),
-        "objective/non_score_reward": (non_score, count),
-        "objective/scores_total": (score + non_score, count),
-        "objective/response_length": (mask.sum(), count),
-    }

@@ -2,21 +2,33 @@
 
 Legend: B rows, R response columns, K responses to a prompt in adjacent rows, the best first, G = B / K prompts. A row's
 score is read where its mask is True (detail R1); prompts whose rows have none are not counted. A micro-batch holds
-whole prompts: its size is a multiple of K. A loss becomes the engine's with `functools.partial(loss, num_responses=K)`.
+whole prompts: its size is a multiple of K.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarlhf.algorithms.interface import Metrics, OfflineAlgorithm
 from megarlhf.algorithms.masked import last_valid, masked_mean, masked_sum, masked_var
 from megarlhf.batch import Comparisons
 from megarlhf.config import UserError
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
+LossName = Literal["pairwise", "log_exp", "best_of"]
+
+
+def reward_model(loss: LossName, *, num_responses: int) -> OfflineAlgorithm:
+    """A reward model's training for the loop."""
+    if loss == "pairwise":
+        return OfflineAlgorithm(pairwise_loss)
+    losses = {"log_exp": log_exp_loss, "best_of": best_of_loss}
+    return OfflineAlgorithm(partial(losses[loss], num_responses=num_responses))
 
 
 def final_scores(scores: Tensor, mask: Tensor) -> Tensor:

@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    rollout: Rollout, *, actor: Engine, reference: Engine, critic: Engine | None, temperature: float, exact_kl: bool
+    rollout: Rollout,
+    *,
+    actor: Engine,
+    reference: Engine,
+    critic: Engine | None,
+    temperature: float,
+    signals: frozenset[str] = frozenset(),
 ) -> Signals:
-    """Log-probs at the sampling temperature (detail P1) of the policy and the reference, and values, of the sampled
-    tokens; the policy, the reference and the critic see the untruncated response. `critic` None: the actor's own head
-    gives the values. `exact_kl` takes a second head pass, and room for the reference's hidden states, (B, R, H), on
-    every stage. Collective."""
-    batch, options = rollout, {}
+    """Log-probs at the sampling temperature (detail P1) of the policy and the reference of the sampled tokens, and of
+    `signals` what is named: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
+    actor's own head gives the values. The exact KL takes a second head pass, and room for the reference's hidden
+    states, (B, R, H), on every stage. Collective."""
+    batch, options, exact_kl = rollout, {}, "kl" in signals
     with resident(reference):
         others = reference.forward(rollout, temperature=temperature, with_states=exact_kl)
         if exact_kl:
@@ -38,13 +44,10 @@ def evaluate(
             if actor.topology.last_stage:
                 options["ref_weight"] = reference.modules[-1].head_weight()
         outputs = actor.forward(batch, temperature=temperature, **options)
-    values = outputs["values"] if critic is None else critic.forward(rollout)["values"]
-    return Signals(
-        logprobs=outputs["logprobs"],
-        ref_logprobs=others["logprobs"],
-        values=values.masked_fill(~rollout.mask, 0),
-        kl=outputs.get("kl"),
-    )
+    values = None
+    if "values" in signals:
+        values = (outputs if critic is None else critic.forward(rollout))["values"].masked_fill(~rollout.mask, 0)
+    return Signals(outputs["logprobs"], others["logprobs"], values, outputs.get("kl"))
 
 
 def keep_on_host(engine: Engine) -> None:

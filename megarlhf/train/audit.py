@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megarlhf import records
+from megarlhf.experience.reward import SourceConfig
 from megarlhf.models.locate import find_model
-from megarlhf.train.state import RUN_FILE
+from megarlhf.train.rl_config import OnlineRunConfig
+from megarlhf.train.settings import RUN_FILE
 
-if TYPE_CHECKING:
-    from megarlhf.experience.reward import SourceConfig
+Row = tuple[str, str, Any, Any]  # number, what, its value in this run, the original's
 
 # What no setting changes: stated, not compared. docs/ppo-details.md names the tests.
 BUILT_IN = (
@@ -31,8 +32,8 @@ BUILT_IN = (
 )
 
 
-def details(settings: Any) -> list[tuple[str, str, Any, Any]]:
-    """(number, what, its value in `settings`, the 2019 original's) of a `PPORunConfig`: what it can change."""
+def details(settings: OnlineRunConfig) -> list[Row]:
+    """What a configuration of PPO can change."""
     s, kl, adam = settings.sampler, settings.ppo.kl, settings.optimizer
     shared = settings.critic.kind == "shared"
     value_start = "zero head" if shared or settings.critic.checkpoint is None else settings.critic.checkpoint
@@ -65,23 +66,25 @@ def details(settings: Any) -> list[tuple[str, str, Any, Any]]:
     ]  # fmt: skip
 
 
-def table(settings: Any) -> list[str]:
-    """The audit as lines; a star marks what differs from the original."""
-    lines = [f"audit of PPO's details (preset {settings.preset}; * differs from the 2019 original)"]
-    for number, what, value, original in details(settings):
+def table(rows: list[Row], preset: str) -> list[str]:
+    """The audit as lines, none without rows; a star marks what differs from the original."""
+    if not rows:
+        return []
+    lines = [f"audit of PPO's details (preset {preset}; * differs from the 2019 original)"]
+    for number, what, value, original in rows:
         differs = "" if value == original else f"   * {_shown(original)}"
         lines.append(f"  {number:<4} {what:<64} {_shown(value)}{differs}")
     return [*lines, "built in, without a switch:", *(f"  {number:<4} {what}" for number, what in BUILT_IN)]
 
 
-def save(settings: Any, path: Path) -> None:
+def save(rows: list[Row], path: Path) -> None:
     """The audit as JSON, values as `table` shows them: what `megarlhf report` reads. What is built in has none."""
-    rows = [
+    shown = [
         {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
-        for number, what, value, original in details(settings)
+        for number, what, value, original in rows
     ]
-    rows += [{"detail": number, "what": what, "value": "", "original": ""} for number, what in BUILT_IN]
-    records.replace(path, json.dumps(rows, indent=1) + "\n")
+    shown += [{"detail": number, "what": what, "value": "", "original": ""} for number, what in BUILT_IN if rows]
+    records.replace(path, json.dumps(shown, indent=1) + "\n")
 
 
 def _normalised(sources: tuple[SourceConfig, ...]) -> bool | str | None:

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +19,9 @@ from tqdm import tqdm
 
 from megarlhf import checkpoint, config
 from megarlhf.batch import Rollout
-from megarlhf.cluster import launch, signals, watchdog
-from megarlhf.cluster.parallel import ParallelConfig, Topology
-from megarlhf.cluster.slurm import JobConfig
+from megarlhf.cluster import signals, watchdog
+from megarlhf.cluster.launch import Rendezvous
+from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -28,10 +30,12 @@ from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout, check_length
 from megarlhf.train import memory, setup
+from megarlhf.train.program import Program
+from megarlhf.train.settings import RanksConfig
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(RanksConfig):
     """One section for each thing it configures."""
 
     checkpoint: str  # a run, a checkpoint or a model directory
@@ -39,13 +43,7 @@ class GenerateConfig:
     prompts: PromptsConfig
     tokenizer: str | None = None  # default: the one that came with the checkpoint
     dtype: Literal["bf16", "fp32"] = "bf16"
-    seed: int = 0  # of the sampled tokens
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    job: JobConfig = field(default_factory=JobConfig)
-
-    def __post_init__(self):
-        config.check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,6 @@ class Plan:
     tokenizer: Tokenizer
     prompts: PromptSet
     note: str
-
-
-def main(path: str | None, overrides: list[str]) -> None:
-    settings = config.load(GenerateConfig, path, overrides)
-    rendezvous = launch.resolve()
-    plan = check(settings, rendezvous.world_size)
-    topology = setup.cluster(rendezvous, settings, Path(settings.out).absolute().parent)
-    signals.end_at_once()  # there is nothing to save before the end
-    generate(settings, plan, topology)
 
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
@@ -116,6 +105,15 @@ def check_out(given: str, prompts: str) -> None:
         raise UserError(
             f"out: {given[:300]} cannot be written ({getattr(error, 'strerror', None) or error}); give another"
         )
+
+
+def execute(
+    run: Callable[[GenerateConfig, Plan, Topology], None], settings: GenerateConfig, plan: Plan, rendezvous: Rendezvous
+) -> None:
+    """Let the ranks meet, and run. Collective."""
+    topology = setup.cluster(rendezvous, settings, Path(settings.out).absolute().parent)
+    signals.end_at_once()  # there is nothing to save before the end
+    run(settings, plan, topology)
 
 
 def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
@@ -210,3 +208,6 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
+
+
+PROGRAM = Program((GenerateConfig,), partial(config.load, GenerateConfig), check, generate, execute)

@@ -1,4 +1,5 @@
-"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`)."""
+"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`). What an algorithm is stands in
+algorithms/interface.py."""
 
 from __future__ import annotations
 
@@ -6,46 +7,46 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarlhf import metrics
+from megarlhf.algorithms.interface import OfflineAlgorithm
+from megarlhf.batch import Sequences
 from megarlhf.checkpoint import Checkpoints
 from megarlhf.cluster import slurm, watchdog
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.log import Log
+from megarlhf.train.settings import OfflineRunConfig
 
 if TYPE_CHECKING:
-    from megarlhf.engine import Engine, Loss
-
-Derived = Callable[[dict[str, float]], dict[str, float]]
+    from megarlhf.engine import Engine
 
 
 def train(
-    engine: Engine,
-    role: str,
-    loss: Loss,
+    algorithm: OfflineAlgorithm,
+    models: dict[str, Engine],
     training: Loader,
     validation: Loader | None,
     *,
     checkpoints: Checkpoints,
     log: Log,
-    settings: Any,
+    settings: OfflineRunConfig,
     write_files: Callable[[Path], None],
-    derived: Derived = lambda values: {},
     before_save: Callable[[int], None] = lambda step: None,
 ) -> None:
     """From engine.steps to engine.total_steps, one update a step. A batch is a function of the step, so the step is the
-    data cursor. `derived`: held-out numbers made of held-out means. `before_save(step)`: collective, what a program
-    does to the model when a checkpoint is due."""
+    data cursor. `models`: the one that learns comes first; others, such as a reference, are run forward.
+    `before_save(step)`: collective, what a program does to the model when a checkpoint is due."""
+    role, engine = next(iter(models.items()))
     total = engine.total_steps
     job = slurm.Job(settings.job, Path(settings.run), engine.steps)
     if validation is not None and engine.steps == 0:
-        evaluate(engine, loss, validation, log, derived)
+        evaluate(algorithm, models, validation, log)
     while engine.steps < total:
         watchdog.phase("step", engine.steps + 1)
         started = time.perf_counter()
-        means = engine.step(training.batch(engine.steps), loss)
+        means = engine.step(prepared(algorithm, models, training.batch(engine.steps)), algorithm.loss)
         step = engine.steps
         values = {name: mean.value for name, mean in means.items()}
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]
@@ -63,7 +64,7 @@ def train(
             log.step(step, {**values, "step_seconds": seconds, "tokens_per_second": rate}, shown)
         checkpoints.poll()
         if validation is not None and (step % settings.training.evaluate_every == 0 or step == total):
-            evaluate(engine, loss, validation, log, derived)
+            evaluate(algorithm, models, validation, log)
         leave = job.leave(checkpoints.seconds)
         if step % settings.checkpoint.every == 0 or step == total or leave:
             before_save(step)
@@ -75,14 +76,19 @@ def train(
     job.close(engine.steps, total)
 
 
-def evaluate(engine: Engine, loss: Loss, validation: Loader, log: Log, derived: Derived) -> dict[str, float]:
-    """The means of `loss` over the whole held-out set, recorded under `validation/`."""
-    parts = []
+def prepared(algorithm: OfflineAlgorithm, models: dict[str, Engine], rows: Sequences) -> Sequences:
+    """This rank's rows as the loss reads them."""
+    return algorithm.prepare(rows, {name: engine.forward for name, engine in models.items()})
+
+
+def evaluate(algorithm: OfflineAlgorithm, models: dict[str, Engine], validation: Loader, log: Log) -> dict[str, float]:
+    """The means of the loss over the whole held-out set, recorded under `validation/`."""
+    engine, parts = next(iter(models.values())), []
     for batch in validation.epoch_batches():
         watchdog.phase("evaluate", engine.steps)
-        parts.append(engine.evaluate(batch, loss))
+        parts.append(engine.evaluate(prepared(algorithm, models, batch), algorithm.loss))
     values = {name: mean.value for name, mean in metrics.add(parts).items()}
-    values |= derived(values)
+    values |= algorithm.derived(values)
     log.record(engine.steps, {f"validation/{name}": value for name, value in values.items()})
     shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
     log.say(f"step {engine.steps}: held-out {shown}")

@@ -1,259 +1,121 @@
-"""The online loop: sample, score, learn (`megarlhf ppo`). `train` is the page that tells the story."""
+"""The online loop: sample, score, learn (`megarlhf ppo`, `megarlhf rl`). `train` is the page that tells the story; what
+an algorithm is stands in algorithms/interface.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megarlhf import metrics
-from megarlhf.algorithms import ppo
-from megarlhf.algorithms.kl import kl_estimate, next_kl_coef
-from megarlhf.algorithms.ppo import PPOConfig
-from megarlhf.algorithms.supervised import ptx_loss
+from megarlhf.algorithms.interface import OnlineAlgorithm, State
+from megarlhf.batch import Batch, Experience
 from megarlhf.checkpoint import Checkpoints
-from megarlhf.cluster import backend, slurm, watchdog
-from megarlhf.config import UserError
-from megarlhf.data.loader import Loader
-from megarlhf.data.prompts import PromptLoader
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.cluster import backend, slurm
 from megarlhf.log import Log
 from megarlhf.metrics import Metric
-
-if TYPE_CHECKING:
-    from megarlhf.batch import Experience, Rollout, Scores, Signals
-    from megarlhf.engine import Engine, Part
-    from megarlhf.experience.reward import Scorer
-    from megarlhf.experience.sampler import Sampler
-
-
-@dataclass(frozen=True)
-class GuardConfig:
-    """What is not learned from. A batch that breaks a rule changes no weights and is written to the run directory."""
-
-    max_kl: float = 100.0  # nats a response, mean of the batch
-    patience: int = 3  # so many such batches in a row stop the run
-
-    def __post_init__(self):
-        if self.max_kl <= 0 or self.patience < 1:
-            raise ValueError("max_kl: max_kl and patience must be positive")
-
-
-@dataclass
-class Players:
-    """Who takes part in a step."""
-
-    actor: Engine
-    critic: Engine | None  # None: the values come from a head on the actor's trunk
-    reference: Engine
-    sampler: Sampler
-    scorer: Scorer
-    prompts: PromptLoader
-    tokenizer: Tokenizer
-    ptx: Loader | None = None  # text whose likelihood is kept up
-    average: Engine | None = None  # follows the actor
-
-
-@dataclass
-class Progress:
-    """What changes from step to step beside weights and optimizers; saved with every checkpoint."""
-
-    step: int = 0  # steps done: the data cursor, and the key of all random choices
-    kl_coef: float = 0.0
-    refused: int = 0  # batches in a row that were not learned from
+from megarlhf.train import guard
+from megarlhf.train.actions import Actions, Models, Progress
+from megarlhf.train.clock import Clock
+from megarlhf.train.rl_config import OnlineRunConfig
+from megarlhf.train.samples import record_samples
 
 
 def train(
-    players: Players,
+    algorithm: OnlineAlgorithm,
+    models: Models,
     progress: Progress,
     *,
-    settings: Any,
+    settings: OnlineRunConfig,
     checkpoints: Checkpoints,
     log: Log,
     write_files: Callable[[Path], None],
 ) -> None:
     """From progress.step to training.steps: a step samples a batch, scores it and learns from it."""
     from megarlhf.experience import gate
-    from megarlhf.experience import rollout as rollouts
 
-    actor, critic, reference = players.actor, players.critic, players.reference
-    topology, training, algorithm = actor.topology, settings.training, settings.ppo
+    actor, training, directory = models.actor, settings.training, Path(settings.run)
     temperature = settings.sampler.temperature  # of all log-probs too (detail P1)
-    job = slurm.Job(settings.job, Path(settings.run), progress.step)
+    job = slurm.Job(settings.job, directory, progress.step)
     while progress.step < training.steps:
         step, checked = progress.step, {}
         clock = Clock(step + 1)
-        clock.enter("sample")
-        rollout = players.sampler.sample(players.prompts.batch(step))  # 1. act
-        clock.enter("score")
-        scores = players.scorer.score(rollout)  # 2. reward
-        clock.enter("evaluate")
-        signals = rollouts.evaluate(  # 3. log-probs and values
-            rollout, actor=actor, reference=reference, critic=critic, temperature=temperature,
-            exact_kl=algorithm.kl.estimator == "exact",
-        )  # fmt: skip
+        act = Actions(models, progress, clock, temperature=temperature, signals=algorithm.signals)
+        batch = algorithm.collect(act)  # 1. sample, score, evaluate
         clock.enter("gate")
         if settings.gate.due(step):
             at_start = step == 0 and settings.reference.checkpoint is None
             checked = gate.check(
-                rollout, signals, actor=actor, at_start=at_start, temperature=temperature, config=settings.gate
-            )
+                batch.rollout, batch.signals, actor=actor, at_start=at_start, temperature=temperature,
+                config=settings.gate,
+            )  # fmt: skip
         clock.enter("learn")
-        experience = ppo.make_experience(  # 4. credit
-            rollout, scores, signals, kl_coef=progress.kl_coef, config=algorithm
-        )
-        means = objective(rollout, scores, signals, progress.kl_coef, algorithm, actor)
-        if refusal := refused(means, settings.guard):
-            refuse(refusal, rollout, experience, players, progress, settings, log)
+        experience = algorithm.make_experience(batch, progress.state)  # 2. credit
+        means = measure(algorithm, batch, progress.state, models)
+        if why := guard.refusal(means, settings.guard):
+            progress.refused += 1
+            guard.save(why, batch, experience, directory / "refused", actor.topology, step)
+            log.say(f"step {step}: not learned from, {why}; the batch is in {directory / 'refused'}")
+            if progress.refused >= settings.guard.patience:
+                raise guard.stop(why, progress.refused, directory / "refused", step)
         else:
             progress.refused = 0
-            parts = []
-            for minibatch in rollouts.minibatches(  # 5. learn
-                experience,
-                epochs=training.epochs,
-                count=training.minibatches,
-                seed=settings.seed,
-                step=step,
-                topology=topology,
-            ):
-                whitened = ppo.whiten_minibatch(minibatch, config=algorithm, group=topology.data_group)
-                parts.append(learn(players, whitened, settings))
-            means |= metrics.add(parts)
+            means |= learn(algorithm, models, act, experience, settings)  # 3. learn
+            algorithm.after_batch(act)
         clock.stop()
         values = {name: metric.value for name, metric in means.items()} | checked | clock.seconds
-        values["objective/kl_coef"] = progress.kl_coef
-        values["tokens_per_second"] = training.batch_size * rollout.tokens.shape[1] / values["time/step"]
-        progress.kl_coef = next_kl_coef(  # 6. adapt
-            progress.kl_coef, values["objective/kl"], algorithm.kl, batch_size=training.batch_size
-        )
+        values |= {f"objective/{name}": number for name, number in progress.state.items()}
+        values["tokens_per_second"] = training.batch_size * batch.rollout.tokens.shape[1] / values["time/step"]
+        progress.state = algorithm.adapt(progress.state, values, training.batch_size)  # 4. adapt
         progress.step += 1
         last = progress.step == training.steps
         if progress.step % settings.log.every == 0 or last:
             shown = {"score": f"{values['objective/scores']:+.3f}", "kl": f"{values['objective/kl']:.2f}"}
             log.step(progress.step, values, shown)
         if step % settings.log.samples_every == 0 or last:
-            record_samples(rollout, scores, signals, players, settings, progress.step, log)
+            record_samples(batch, models, settings.log, progress.step, log)
         checkpoints.poll()
         leave = job.leave(checkpoints.seconds)
         if progress.step % settings.checkpoint.every == 0 or last or leave:
-            models = {"actor": actor, "critic": critic, "average": players.average}
-            models = {role: engine for role, engine in models.items() if engine is not None}
-            checkpoints.save(progress.step, models, {"progress": dataclasses.asdict(progress)}, write_files)
+            checkpoints.save(progress.step, models.saved, {"progress": dataclasses.asdict(progress)}, write_files)
         if leave:
             break
     checkpoints.finish()
     job.close(progress.step, training.steps)
 
 
-def learn(players: Players, minibatch: Experience, settings: Any) -> dict[str, Metric]:
-    """One update of the policy and of the critic, in one backward where they share a trunk."""
-    actor, critic, algorithm = players.actor, players.critic, settings.ppo
-    options = dict(temperature=settings.sampler.temperature, with_entropy=True)
-    loss = ppo.policy_loss if critic is not None else ppo.joint_loss
-    more = pretraining(players, minibatch, settings.ptx.coef) if players.ptx is not None else []
-    means = actor.step(minibatch, partial(loss, config=algorithm), *more, **options)
-    if players.average is not None:
-        players.average.follow(actor, settings.average)
-    if critic is None:
-        return means
-    value = critic.step(minibatch, partial(ppo.value_loss, config=algorithm))
-    rename = {name: f"ppo/val/{name}" for name in ("grad_norm", "lr", "skipped")}
-    return means | {rename.get(name, name): metric for name, metric in value.items()}
-
-
-def pretraining(players: Players, minibatch: Experience, coef: float) -> list[Part]:
-    """The next batch of text as a further part of the policy's update; a function of the number of updates."""
-    actor = players.actor
-    batch = players.ptx.batch(actor.steps)
-    counts = torch.tensor([minibatch.mask.sum(), batch.mask.sum()], dtype=torch.float64, device=backend.device())
-    dist.all_reduce(counts, group=actor.topology.data_group)
-    return [(batch, partial(ptx_loss, scale=coef * (counts[0] / counts[1]).item()), {})]
-
-
-def objective(
-    rollout: Rollout, scores: Scores, signals: Signals, kl_coef: float, config: PPOConfig, actor: Engine
+def learn(
+    algorithm: OnlineAlgorithm, models: Models, act: Actions, experience: Experience, settings: OnlineRunConfig
 ) -> dict[str, Metric]:
+    """The updates of a step: each minibatch once through every model that learns."""
+    from megarlhf.experience.rollout import minibatches
+
+    training, topology, parts = settings.training, models.actor.topology, []
+    for minibatch in minibatches(
+        experience, epochs=training.epochs, count=training.minibatches, seed=settings.seed, step=act.step,
+        topology=topology,
+    ):  # fmt: skip
+        minibatch, means = algorithm.minibatch(minibatch, topology.data_group), {}
+        for model, update in algorithm.updates(act.step).items():
+            more, options = [], dict(update.outputs)
+            if model == "actor":
+                more, options["temperature"] = models.parts(minibatch), settings.sampler.temperature
+            found = models.saved[model].step(minibatch, update.loss, *more, **options)
+            own = {name: f"{update.prefix}{name}" for name in ("grad_norm", "lr", "skipped")}
+            means |= {own.get(name, name): metric for name, metric in found.items()}
+            if model == "actor":
+                algorithm.after_update(act)
+        parts.append(means)
+    return metrics.add(parts)
+
+
+def measure(algorithm: OnlineAlgorithm, batch: Batch, state: State, models: Models) -> dict[str, Metric]:
     """What the global batch says about the policy, on every rank alike."""
-    values = ppo.objective(rollout, scores, signals, kl_coef=kl_coef, config=config)
-    gap = torch.where(rollout.mask, (rollout.logprobs - signals.logprobs).abs(), 0).sum()
+    values, rollout, scores = algorithm.objective(batch, state), batch.rollout, batch.scores
+    gap = torch.where(rollout.mask, (rollout.logprobs - batch.signals.logprobs).abs(), 0).sum()
     values["sampler/gap"] = (gap, rollout.mask.sum())
     values["objective/accepted"] = (scores.accepted.sum(), torch.ones_like(scores.scores).sum())
     local = {name: metric.map(float) for name, metric in metrics.of_loss(values).items()}
-    return metrics.all_reduce(local, actor.topology.data_group, backend.device())
-
-
-def refused(means: dict[str, Metric], config: GuardConfig) -> str | None:
-    """Why a batch must not be learned from, if so; the same on every rank."""
-    bad = [name for name, metric in means.items() if not math.isfinite(metric.value)]
-    if bad:
-        return f"{', '.join(bad)} is not finite"
-    kl = means["objective/kl"].value
-    return f"objective/kl is {kl:.1f}, beyond guard.max_kl {config.max_kl:g}" if kl > config.max_kl else None
-
-
-def refuse(
-    why: str, rollout: Rollout, experience: Experience, players: Players, progress: Progress, settings: Any, log: Log
-) -> None:
-    """Write the batch down for replay instead of learning from it; stop the run where that goes on."""
-    progress.refused += 1
-    topology = players.actor.topology
-    directory = Path(settings.run) / "refused"
-    if topology.tensor_rank == 0 and topology.first_stage:
-        directory.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {"why": why, "rollout": vars(rollout), "experience": vars(experience)},
-            directory / f"step_{progress.step:08d}_rank_{topology.data_rank}.pt",
-        )
-    log.say(f"step {progress.step}: not learned from, {why}; the batch is in {directory}")
-    if progress.refused >= settings.guard.patience:
-        raise UserError(
-            f"step {progress.step}: {progress.refused} batches in a row could not be learned from, the last because "
-            f"{why}; they are in {directory}; resume from an earlier checkpoint with a lower optimizer.lr or a higher "
-            "ppo.kl.coef"
-        )
-
-
-def record_samples(
-    rollout: Rollout, scores: Scores, signals: Signals, players: Players, settings: Any, step: int, log: Log
-) -> None:
-    """The first responses of the batch with their scores, to samples.jsonl, TensorBoard and W&B."""
-    if not log.enabled:
-        return
-    from megarlhf.experience.reward import texts
-
-    kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
-    queries, responses = texts(rollout.select(slice(settings.log.samples)), players.tokenizer)
-    rows = [
-        {"query": query, "response": response, "score": score, "kl": nats}
-        for query, response, score, nats in zip(queries, responses, scores.scores.tolist(), kl.tolist(), strict=False)
-    ]
-    log.table("samples", rows, step)
-
-
-class Clock:
-    """Seconds of each phase of a step. The watchdog hears of the phases too."""
-
-    def __init__(self, step: int):
-        self.step, self.name, self.since = step, "", time.perf_counter()
-        self.seconds = {"time/step": 0.0}
-
-    def enter(self, name: str) -> None:
-        self.stop()
-        watchdog.phase(name, self.step)
-        self.name = f"time/{name}"
-
-    def stop(self) -> None:
-        backend.synchronize()
-        now = time.perf_counter()
-        if self.name:
-            self.seconds[self.name] = now - self.since
-            self.seconds["time/step"] += now - self.since
-        self.name, self.since = "", now
+    return metrics.all_reduce(local, models.actor.topology.data_group, backend.device())

@@ -9,14 +9,11 @@ the job's start (cluster/preflight.py).
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shutil
 import sys
-import tempfile
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarlhf import checkpoint, config
@@ -25,13 +22,16 @@ from megarlhf.config import UserError
 from megarlhf.models.locate import find_model
 from megarlhf.models.shapes import VOCABULARY, shapes
 from megarlhf.models.spec import FILE, Architecture
+from megarlhf.train.program import Program
+from megarlhf.train.settings import RunConfig
+from megarlhf.train.setup import check_writable, existing
 
 
 def main(
     path: str,
     overrides: list[str],
     *,
-    modules: dict[str, str],
+    programs: dict[str, Program],
     program: str | None,
     nodes: int,
     per_node: int,
@@ -39,18 +39,16 @@ def main(
 ) -> None:
     """Say what is right on standard output and every mistake on standard error; SystemExit(2) if there is one.
 
-    `modules`: the programs that train, by name; `program`: which one the file is for, by default what its keys tell;
+    `programs`: those that train, by name; `program`: which one the file is for, by default what its keys tell;
     `verify`: read every checkpoint whole, for its checksums.
     """
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node)):
         if number < 1:
             raise UserError(f"{flag}: must be at least 1, not {number}")
-    loaded = {name: importlib.import_module(module) for name, module in modules.items()}
     if program is None:
-        counts = matches(path, loaded)
+        counts = matches(path, programs)
         program = max(counts, key=lambda name: counts[name])
-    module = loaded[program]
-    settings = config.load(settings_of(module), path, overrides, presets=getattr(module, "PRESETS", None))
+    settings = programs[program].load(path, overrides)
     world_size = nodes * per_node
     print(f"preflight: a configuration for 'megarlhf {program}' on {nodes} x {per_node} = {world_size} ranks")
     mistakes = []
@@ -67,7 +65,7 @@ def main(
         return result
 
     attempt("tensor parallelism stays within a node", lambda: check_nodes(settings, per_node))
-    plan = attempt("configuration, data, tokenizer, layout", lambda: module.check(settings, world_size))
+    plan = attempt("configuration, data, tokenizer, layout", lambda: programs[program].check(settings, world_size))
     for name, role, given in model_paths(settings):
         attempt(f"{name} {given}", lambda given=given, role=role: check_model(find_model(given, role)))
         if verify:
@@ -85,24 +83,22 @@ def main(
         raise SystemExit(2)
 
 
-def settings_of(module: ModuleType) -> type:
-    """The dataclass of a program's configuration: what its `check` takes."""
-    return typing.get_type_hints(module.check)["settings"]
-
-
-def matches(path: str, modules: dict[str, ModuleType]) -> dict[str, int]:
+def matches(path: str, programs: dict[str, Program]) -> dict[str, int]:
     """How many of a file's keys, down to the second level, the configuration of each program has."""
     try:
         tree = config.read(Path(path), "the configuration", "give an existing YAML file")
     except UserError:
         tree = {}  # config.load says what is wrong
     keys = {(key, sub) for key, value in tree.items() for sub in (value if isinstance(value, dict) else [None])}
-    return {name: len(keys & _keys(settings_of(module))) for name, module in modules.items()}
+    return {
+        name: max(len(keys & _keys(configuration)) for configuration in program.configurations)
+        for name, program in programs.items()
+    }
 
 
-def belongs_to(path: str, program: str, modules: dict[str, str]) -> str:
-    """A remark for who gave `program` a configuration that has more keys of another one of `modules`; else ""."""
-    counts = matches(path, {name: importlib.import_module(module) for name, module in modules.items()})
+def belongs_to(path: str, program: str, programs: dict[str, Program]) -> str:
+    """A remark for who gave `program` a configuration that has more keys of another one of `programs`; else ""."""
+    counts = matches(path, programs)
     best = max(counts, key=lambda name: counts[name])
     if counts[best] <= counts.get(program, 0):
         return ""
@@ -118,7 +114,7 @@ def _keys(cls: type) -> set[tuple[str, str | None]]:
     return found
 
 
-def check_nodes(settings: Any, per_node: int) -> None:
+def check_nodes(settings: RunConfig, per_node: int) -> None:
     tensor = settings.parallel.tensor
     if per_node % tensor:
         raise UserError(
@@ -127,7 +123,7 @@ def check_nodes(settings: Any, per_node: int) -> None:
         )
 
 
-def model_paths(settings: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def model_paths(settings: RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(dotted key, role in a checkpoint, path) of every model that the configuration names."""
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), f"{prefix}{field.name}"
@@ -176,21 +172,7 @@ def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def check_writable(run: str) -> None:
-    """Refuse (UserError) a run directory that is none, or in which, or in whose first parent that exists, no file can
-    be created."""
-    if not run.strip():
-        raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
-    try:
-        existing = _existing(Path(run))
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UserError(f"run: {run[:300]} cannot be written ({why}); give another directory")
-
-
-def check_disk(settings: Any, architecture: Architecture) -> str:
+def check_disk(settings: RunConfig, architecture: Architecture) -> str:
     """Room for one checkpoint more than are kept: the oldest goes when the newest is complete."""
     weight = 2 if settings.model.dtype == "bf16" else 4
     critic = getattr(settings, "critic", None)
@@ -202,23 +184,13 @@ def check_disk(settings: Any, architecture: Architecture) -> str:
     run = Path(settings.run)
     there = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     needed = max(0, each * (settings.checkpoint.keep + 1) - there)
-    free = shutil.disk_usage(_existing(run)).free
+    free = shutil.disk_usage(existing(run)).free
     if needed > free:
         raise UserError(
             f"run: {run} needs {_bytes(needed)} for {settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, but "
             f"its disk has {_bytes(free)} free; make room, lower checkpoint.keep or give another directory"
         )
     return f"{settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, {_bytes(free)} free"
-
-
-def _existing(path: Path) -> Path:
-    """`path`, or its first parent that exists. Raises OSError where that cannot be found out."""
-    path = path.absolute()
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return _existing(path.parent)
-    return path
 
 
 def _bytes(number: float) -> str:

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megarlhf import checkpoint, config
-from megarlhf.algorithms import reward
 from megarlhf.algorithms.masked import last_valid
-from megarlhf.checkpoint import CheckpointConfig, Checkpoints
-from megarlhf.cluster import launch
-from megarlhf.cluster.parallel import ParallelConfig, Topology
-from megarlhf.cluster.slurm import JobConfig
+from megarlhf.algorithms.reward import LossName, final_scores, normalisation, reward_model
+from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
 from megarlhf.experience import sampler
 from megarlhf.experience.sampler import Sampler, SamplerConfig
-from megarlhf.log import Log
-from megarlhf.models.spec import ModelConfig, check_length
+from megarlhf.models.spec import check_length
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train import memory, offline, setup
-from megarlhf.train.setup import Start
-from megarlhf.train.state import LogConfig, TrainingConfig
+from megarlhf.train.program import Prepared, Program, training
+from megarlhf.train.settings import OfflineRunConfig
 
 if TYPE_CHECKING:
     from megarlhf.batch import Rollout
@@ -64,45 +59,21 @@ class NormalizationConfig:
         )
 
 
-@dataclass(frozen=True)
-class RewardConfig:
-    """One section for each thing it configures."""
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(OfflineRunConfig):
+    """One section for each thing it configures. model.checkpoint: the SFT model."""
 
-    run: str  # directory of this run: checkpoints, metrics, the resolved configuration
-    model: ModelConfig  # checkpoint: the SFT model
     data: PreferenceDataConfig
-    loss: Literal["pairwise", "log_exp", "best_of"] = "pairwise"
+    loss: LossName = "pairwise"
     normalization: NormalizationConfig | None = None
-    tokenizer: str | None = None  # default: the one that came with model.checkpoint
-    seed: int = 0  # of the head, the order of the data and the sampled responses
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # to 0 (detail G5)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    job: JobConfig = field(default_factory=JobConfig)
-
-    def __post_init__(self):
-        config.check_seed(self.seed)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A checked configuration: everything that can be had without a process group."""
-
-    start: Start
+@dataclass(frozen=True, kw_only=True)
+class Plan(setup.Plan):
     training: Preferences
     validation: Preferences | None
-    prompts: PromptSet | None
-    total_steps: int
-    notes: tuple[str, ...]
-
-
-def main(path: str, overrides: list[str]) -> None:
-    settings = config.load(RewardConfig, path, overrides)
-    rendezvous = launch.resolve()
-    plan = check(settings, rendezvous.world_size)
-    setup.execute(run, settings, plan, rendezvous, total_steps=plan.total_steps)
+    prompts: PromptSet | None  # of the normalisation
 
 
 def check(settings: RewardConfig, world_size: int) -> Plan:
@@ -119,8 +90,8 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             f"loss: pairwise compares 2 responses, but data.num_responses is {size}; use log_exp or best_of"
         )
     start = setup.find(settings, length=settings.data.max_length, role="reward")
-    setup.check_memory(settings, start.architecture, world_size)
-    training, report = load_preferences(settings.data.train, start.tokenizer, settings.data)
+    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
+    pairs, report = load_preferences(settings.data.train, start.tokenizer, settings.data)
     notes, validation, prompts = [report.summary()], None, None
     if settings.data.validation is not None:
         validation, report = load_preferences(settings.data.validation, start.tokenizer, settings.data)
@@ -152,13 +123,15 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
         )
         prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts)
         notes.append(report.summary())
-    total = settings.training.total_steps(len(training))
+    total = settings.training.total_steps(len(pairs))
     settings.optimizer.check(total)
-    return Plan(start, training, validation, prompts, total, tuple(notes))
+    return Plan(
+        start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, prompts=prompts
+    )
 
 
-def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:
-    """Build, load, normalise, train, normalise. Collective."""
+def prepare(settings: RewardConfig, plan: Plan, topology: Topology) -> Prepared:
+    """Sample what scores are normalised over, build and load. Collective."""
     from megarlhf.models.build import build
 
     start, total = plan.start, plan.total_steps
@@ -170,30 +143,10 @@ def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:
         checkpoint.load(engine, start.resume_from / "reward", weights_only=False)
     elif start.source is not None:
         checkpoint.load(engine, start.source, weights_only=True, fresh=("value_head.",))
+    loader = partial(PreferenceLoader, **setup.loader_options(settings, start, topology))
+    algorithm = reward_model(settings.loss, num_responses=settings.data.num_responses)
 
-    def loader(preferences: Preferences) -> PreferenceLoader:
-        return PreferenceLoader(
-            preferences,
-            global_batch=settings.training.global_batch_size,
-            dp_rank=topology.data_rank,
-            dp_size=topology.data_size,
-            seed=settings.seed,
-            pad_id=start.tokenizer.pad_id,
-            pad_multiple=setup.pad_multiple(settings.parallel),
-        )
-
-    loss = {
-        "pairwise": reward.pairwise_loss,
-        "log_exp": partial(reward.log_exp_loss, num_responses=settings.data.num_responses),
-        "best_of": partial(reward.best_of_loss, num_responses=settings.data.num_responses),
-    }[settings.loss]
-    steps = {"steps": f"{total} of {settings.training.global_batch_size} rows"}
-    setup.announce(settings, start, topology, steps, list(plan.notes))
-    directory = Path(settings.run)
-    with Log(
-        directory, enabled=topology.rank == 0, start=engine.steps, total=total, unit="step", wandb=settings.log.wandb
-    ) as log:
-
+    def loop(checkpoints, log, write_files):
         def normalise_at(step: int) -> None:
             if samples is not None and step in (0, total):
                 gain, bias = normalise(engine, samples, settings.normalization)
@@ -205,17 +158,13 @@ def run(settings: RewardConfig, plan: Plan, topology: Topology) -> None:
         if engine.steps == 0:
             normalise_at(0)
         offline.train(
-            engine,
-            "reward",
-            loss,
-            loader(plan.training),
+            algorithm, {"reward": engine}, loader(plan.training),
             loader(plan.validation) if plan.validation is not None else None,
-            checkpoints=Checkpoints(directory, settings.checkpoint),
-            log=log,
-            settings=settings,
-            write_files=setup.files_writer(settings, start, ("reward",), log),
-            before_save=normalise_at,
-        )
+            checkpoints=checkpoints, log=log, settings=settings, write_files=write_files, before_save=normalise_at,
+        )  # fmt: skip
+
+    banner = {"steps": f"{total} of {settings.training.global_batch_size} rows"}
+    return Prepared({"reward": engine}, engine.steps, loop, banner)
 
 
 def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
@@ -250,13 +199,14 @@ def normalise(engine: Engine, samples: Rollout, target: NormalizationConfig) -> 
     """Set the head's gain and bias so that the scores of `samples` have the target's mean and deviation; returns the
     two. Collective."""
     outputs = engine.forward(samples)
-    scores = reward.final_scores(outputs["scores"], last_valid(samples.mask))
-    gain, bias = reward.normalisation(
-        scores, target_mean=target.mean, target_std=target.std, group=engine.topology.data_group
-    )
+    scores = final_scores(outputs["scores"], last_valid(samples.mask))
+    gain, bias = normalisation(scores, target_mean=target.mean, target_std=target.std, group=engine.topology.data_group)
     for module in engine.modules:
         if hasattr(module, "value_head"):  # the last stage; the scores already have the gain and bias so far
             head = module.value_head
             head.reward_gain.mul_(gain)
             head.reward_bias.mul_(gain).add_(bias)
     return gain, bias
+
+
+PROGRAM = Program((RewardConfig,), partial(config.load, RewardConfig), check, training(prepare))

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +26,10 @@ from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.log import Log, check_wandb
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, ModelConfig, check_layout, check_length
-from megarlhf.train import memory, state
-from megarlhf.train.preflight import check_writable
+from megarlhf.train import memory
+from megarlhf.train.settings import RUN_FILE, OfflineRunConfig, RanksConfig, RunConfig, changes
 
-P = TypeVar("P")  # a program's Plan, with the field start
+P = TypeVar("P", bound="Plan")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,17 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find(settings: Any, *, length: int, key: str = "data.max_length", role: str) -> Start:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked configuration of a program that trains: everything that can be had without a process group. Each
+    program adds its data."""
+
+    start: Start
+    total_steps: int
+    notes: tuple[str, ...] = ()
+
+
+def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role: str) -> Start:
     """The model, tokenizer and checkpoint that `settings` (run, model, tokenizer, parallel, checkpoint) start from.
 
     `length`: tokens of the longest row, which `key` sets; `role`: whose model directory in this run's checkpoints tells
@@ -83,11 +94,11 @@ def find(settings: Any, *, length: int, key: str = "data.max_length", role: str)
                 f"{resume_from}: holds another architecture than the configuration; give a new run directory"
             )
         notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
-        notes += [f"changed since then: {change}" for change in state.changes(settings, resume_from)]
+        notes += [f"changed since then: {change}" for change in changes(settings, resume_from)]
     return Start(architecture, tokenizer, source, resume_from, tuple(notes))
 
 
-def latest(settings: Any) -> Path | None:
+def latest(settings: RunConfig) -> Path | None:
     """The step directory to resume from; None for a run that begins. Refuses (UserError) to begin where a run is."""
     run = Path(settings.run)
     # what Slurm or torchrun starts again goes on with what it has saved
@@ -105,7 +116,7 @@ def refuse_without_checkpoints(run: Path) -> None:
     """A run that has come this far has saved itself. Without checkpoints it would begin again and lose its metrics."""
     step = records.last_step(run / "metrics.jsonl")
     try:
-        every = config.read(run / state.RUN_FILE, "the configuration", "")["checkpoint"]["every"]
+        every = config.read(run / RUN_FILE, "the configuration", "")["checkpoint"]["every"]
         saved = step >= 2 * every  # one that is written in the background has its name before the next begins
     except (UserError, KeyError, TypeError):
         return
@@ -127,7 +138,30 @@ def refuse_used(run: Path) -> None:
         )
 
 
-def check_memory(settings: Any, architecture: Architecture, world_size: int) -> None:
+def check_writable(run: str) -> None:
+    """Refuse (UserError) a run directory that is none, or in which, or in whose first parent that exists, no file can
+    be created."""
+    if not run.strip():
+        raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
+    try:
+        with tempfile.TemporaryFile(dir=existing(Path(run))):
+            pass
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"run: {run[:300]} cannot be written ({why}); give another directory")
+
+
+def existing(path: Path) -> Path:
+    """`path`, or its first parent that exists. Raises OSError where that cannot be found out."""
+    path = path.absolute()
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return existing(path.parent)
+    return path
+
+
+def check_memory(settings: OfflineRunConfig, architecture: Architecture, world_size: int, *, length: int) -> None:
     """Refuse (UserError) sizes of the offline loop that no rank has memory for."""
     training, data_size = settings.training, settings.parallel.data(world_size)
     memory.check(
@@ -136,7 +170,7 @@ def check_memory(settings: Any, architecture: Architecture, world_size: int) -> 
         dtype=settings.model.dtype,
         rows=training.global_batch_size // data_size,
         micro_batch=training.micro_batch_size,
-        length=settings.data.max_length,
+        length=length,
     )
 
 
@@ -146,9 +180,9 @@ def pad_multiple(sizes: ParallelConfig) -> int:
     return math.lcm(8, sizes.tensor)
 
 
-def cluster(rendezvous: Rendezvous, settings: Any, directory: str | Path) -> Topology:
-    """From `rendezvous` to megatron's process groups, with the checks of a job's start on the way; `settings` has the
-    sections job and parallel, `directory` is one that all nodes share. Collective; imports megatron."""
+def cluster(rendezvous: Rendezvous, settings: RanksConfig, directory: str | Path) -> Topology:
+    """From `rendezvous` to megatron's process groups, with the checks of a job's start on the way; `directory` is one
+    that all nodes share. Collective; imports megatron."""
     backend.install()
     store = backend.open_store(rendezvous, settings.job.join_minutes)
     watchdog.start(rendezvous, store, settings.job, Path(directory))
@@ -159,9 +193,7 @@ def cluster(rendezvous: Rendezvous, settings: Any, directory: str | Path) -> Top
     return parallel.start(settings.parallel)
 
 
-def execute(
-    run: Callable[[Any, P, Topology], None], settings: Any, plan: P, rendezvous: Rendezvous, *, total_steps: int
-) -> None:
+def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: P, rendezvous: Rendezvous) -> None:
     """From a checked plan to the end of a run that trains: `run(settings, plan, topology)`, unless all its steps are
     done. Collective.
 
@@ -173,11 +205,11 @@ def execute(
         if topology.rank == 0:
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # nobody builds a model before the directory is ours
-        if not is_finished(settings, plan.start, topology, total_steps):
+        if not is_finished(settings, plan.start, topology, plan.total_steps):
             run(settings, plan, topology)
 
 
-def agree(settings: Any, plan: P, rendezvous: Rendezvous) -> P:
+def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
     """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
     directory, and the job that had it before may have saved since. Collective. Raises UserError, on all ranks alike,
     where a rank does not see rank 0's."""
@@ -202,7 +234,7 @@ def agree(settings: Any, plan: P, rendezvous: Rendezvous) -> P:
     return replace(plan, start=replace(plan.start, resume_from=chosen, notes=notes))
 
 
-def is_finished(settings: Any, start: Start, topology: Topology, total: int) -> bool:
+def is_finished(settings: RunConfig, start: Start, topology: Topology, total: int) -> bool:
     """Whether the run has had all its steps when it starts; then rank 0 says so, and how to go on."""
     done = checkpoint.read_state(start.resume_from)["step"] if start.resume_from is not None else 0
     if done < total:
@@ -220,7 +252,7 @@ def is_finished(settings: Any, start: Start, topology: Topology, total: int) -> 
     return True
 
 
-def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str, Any]:
+def model_options(settings: RunConfig, *, trains: bool, total_steps: int) -> dict[str, Any]:
     """The arguments of `models.build.build` that the sections give."""
     return dict(
         micro_batch_size=settings.training.micro_batch_size,
@@ -234,7 +266,19 @@ def model_options(settings: Any, *, trains: bool, total_steps: int) -> dict[str,
     )
 
 
-def files_writer(settings: Any, start: Start, roles: tuple[str, ...], log: Log) -> Callable[[Path], None]:
+def loader_options(settings: OfflineRunConfig, start: Start, topology: Topology) -> dict[str, Any]:
+    """The arguments of the loaders of given text, but the data set."""
+    return dict(
+        global_batch=settings.training.global_batch_size,
+        dp_rank=topology.data_rank,
+        dp_size=topology.data_size,
+        seed=settings.seed,
+        pad_id=start.tokenizer.pad_id,
+        pad_multiple=pad_multiple(settings.parallel),
+    )
+
+
+def files_writer(settings: RunConfig, start: Start, roles: tuple[str, ...], log: Log) -> Callable[[Path], None]:
     """What `Checkpoints.save` adds to a step directory before it gets its name: the resolved configuration, tokenizer
     and architectures, and what a converted model brought along for the way back (hf_*.json: tools/convert). The lines
     of `log` are on the disk by then."""
@@ -244,7 +288,7 @@ def files_writer(settings: Any, start: Start, roles: tuple[str, ...], log: Log) 
     def write(directory: Path) -> None:
         lease.verify()  # the save took its time
         log.sync()
-        (directory / state.RUN_FILE).write_text(config.dump(settings))
+        (directory / RUN_FILE).write_text(config.dump(settings))
         start.tokenizer.save(directory / "tokenizer")
         for role in roles:
             start.architecture.save(directory / role)
@@ -254,7 +298,7 @@ def files_writer(settings: Any, start: Start, roles: tuple[str, ...], log: Log) 
     return write
 
 
-def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, str], notes: list[str]) -> None:
+def announce(settings: RunConfig, start: Start, topology: Topology, lines: dict[str, str], notes: list[str]) -> None:
     """Write run.yaml into the run directory and a banner to stderr. Global rank 0 only."""
     if topology.rank != 0:
         return
@@ -263,7 +307,7 @@ def announce(settings: Any, start: Start, topology: Topology, lines: dict[str, s
     lease.verify()  # building the models took its time, and from here on files of the run are replaced
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
-    records.replace(run / state.RUN_FILE, config.dump(settings))
+    records.replace(run / RUN_FILE, config.dump(settings))
     sizes, architecture = settings.parallel, start.architecture
     banner = {
         "run": settings.run,

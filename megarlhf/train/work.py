@@ -1,4 +1,5 @@
-"""How much there is to compute in a step of PPO: what `megarlhf report` and bench/scaling.py hold the time against.
+"""How much there is to compute in a step of the online loop: `megarlhf report` and bench/scaling.py compare the time
+with it.
 
 FLOPs are of matrix products alone, a multiplication and an addition each one; a backward pass is two forward passes.
 Bytes are the least that must come from memory: weights, gradients, optimizer states and caches; activations, which may
@@ -12,14 +13,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarlhf import records
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture
-
-if TYPE_CHECKING:
-    from megarlhf.train.ppo import PPORunConfig
+from megarlhf.train.rl_config import OnlineRunConfig
 
 ADAM_BYTES = 28  # a parameter: fp32 gradient read; moments and fp32 weight read and written
 
@@ -32,7 +31,7 @@ class Work:
     bytes: float
 
 
-def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int) -> dict[str, Work]:
+def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size: int) -> dict[str, Work]:
     """{phase: Work} under the names of the loop's clock. The gate, which seldom runs, is not counted."""
     training, response = settings.training, settings.sampler.response_length
     rows, prompt = training.batch_size, settings.prompts.length
@@ -41,7 +40,7 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
     body, head = layer_parameters(architecture) * architecture.num_layers, _head(architecture)
     whole, words = trunk(architecture, rows, length, response), 2.0 * rows * response * head
     micro_batches = rows / training.micro_batch_size
-    shared = settings.critic.kind == "shared"
+    separate = settings.critic_kind == "separate"
 
     per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share its pass
     decoded = 2.0 * body * rows * response + _attention(architecture, rows * response, prompt + response / 2)
@@ -61,12 +60,12 @@ def ppo_step(settings: PPORunConfig, architecture: Architecture, data_size: int)
         sum(trunk(judge, rows, length, response) for judge in judges),
         sum(size * micro_batches * layer_parameters(judge) * judge.num_layers for judge in judges),
     )
-    models = 2 if shared else 3  # policy, reference, critic
+    models = 3 if separate else 2  # policy, reference, critic
     evaluate = Work(models * whole + 2 * words, size * micro_batches * (models * body + 2 * head))
 
-    trained = (body + head) if shared else (2 * body + head)
+    trained = (2 * body + head) if separate else (body + head)
     passes = 4 if settings.model.recompute == "full" else 3
-    policies = 1 if shared else 2
+    policies = 2 if separate else 1
     updates = training.epochs * training.minibatches
     learn = Work(
         training.epochs * (policies * passes * whole + 3 * words),

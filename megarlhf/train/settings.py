@@ -1,16 +1,20 @@
-"""What the loops share: how long to train, and what a resumed run needs to go on exactly."""
+"""The sections that the configurations of all programs share, and what has changed in them since a checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megarlhf import config as configuration
+from megarlhf.checkpoint import CheckpointConfig
 from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.cluster.slurm import JobConfig
 from megarlhf.config import UserError
+from megarlhf.models.spec import ModelConfig
+from megarlhf.optim import OptimizerConfig
 
 RUN_FILE = "run.yaml"
 # Changing these does not change the numbers a run computes (beyond rounding), so a resumed run says nothing about them.
@@ -64,7 +68,38 @@ class LogConfig:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
 
-def changes(config: Any, step_directory: Path) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """The sections of every program with ranks."""
+
+    seed: int = 0  # of initial weights, dropout, the order of the data and the sampled responses
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+
+    def __post_init__(self):
+        configuration.check_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RanksConfig):
+    """The sections of every program that trains."""
+
+    run: str  # directory of this run: checkpoints, metrics, samples, the resolved configuration
+    model: ModelConfig
+    tokenizer: str | None = None  # default: the one that came with model.checkpoint
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRunConfig(RunConfig):
+    """The sections of every program that learns from a data set. `data` is the program's own."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+def changes(config: RunConfig, step_directory: Path) -> list[str]:
     """What differs between the configuration that a checkpoint was written under and the present one: a resumed run
     that is not the same run should say so."""
     path = step_directory / RUN_FILE

@@ -1,0 +1,123 @@
+"""What the loops know of an algorithm. Each algorithm is one value of a class below, made by a file beside this one;
+`train/online.py` and `train/offline.py` import no other file of this folder.
+
+Legend: B rows of a data-parallel rank, R response columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Sequences
+from megarlhf.metrics import Metric
+
+Outputs = dict[str, Tensor]  # of a head, (B, R) each
+Metrics = dict[str, tuple[Tensor, Tensor] | Metric]
+Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, Metrics]]  # (outputs, rows) -> (sum, count, metrics)
+State = dict[str, float]  # numbers that change from batch to batch; saved with every checkpoint
+
+
+class Actions(Protocol):
+    """What an algorithm may do within a step (train/actions.py). All methods are collective."""
+
+    step: int  # from 0
+    group: dist.ProcessGroup  # the data-parallel ranks
+
+    def prompts(self) -> Prompts:
+        """The next batch of prompts; every call draws another."""
+
+    def sample(self, prompts: Prompts) -> Rollout:
+        """Responses to them."""
+
+    def score(self, rollout: Rollout) -> Scores:
+        """What the reward sources say of them."""
+
+    def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
+        """The batch, with the signals that the algorithm asks for."""
+
+    def follow(self, model: str, leader: str, decay: float) -> None:
+        """Move the weights of one model (actor, critic, reference, average) towards another's: decay * own + (1 -
+        decay) * the leader's."""
+
+
+def collect_once(act: Actions) -> Batch:
+    """One batch of prompts, sampled once."""
+    rollout = act.sample(act.prompts())
+    return act.evaluate(rollout, act.score(rollout))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update of one model on a minibatch."""
+
+    loss: Loss
+    outputs: dict[str, bool] = field(default_factory=dict)  # what the loss reads beyond log-probs: with_entropy
+    prefix: str = ""  # of the engine's own metrics: grad_norm, lr, skipped
+
+
+@dataclass(frozen=True)
+class OnlineAlgorithm:
+    """An algorithm that learns from what its policy samples. All functions are pure but those that are
+    given `Actions`."""
+
+    make_experience: Callable[[Batch, State], Experience]  # credit, of this rank's rows
+    updates: Callable[[int], dict[str, Update]]  # step -> {model: its update of each minibatch}, in this order
+    objective: Callable[[Batch, State], Metrics]  # what is measured of every batch, also of one not learned from
+    minibatch: Callable[[Experience, dist.ProcessGroup], Experience] = lambda rows, group: (
+        rows
+    )  # whitening and the like
+    collect: Callable[[Actions], Batch] = collect_once
+    signals: frozenset[str] = frozenset()  # beside log-probs: values (of a critic), kl (exact, per token)
+    state: State = field(default_factory=dict)  # at the start of a run
+    # (state, the batch's metrics, its number of responses) -> the state for the next batch
+    adapt: Callable[[State, dict[str, float], int], State] = lambda state, values, batch_size: state
+    after_update: Callable[[Actions], None] = lambda act: None  # of the actor
+    after_batch: Callable[[Actions], None] = lambda act: None  # that was learned from
+    group_size: int = 1  # least samples to a prompt
+    fixed_length: bool = False  # only for responses that do not end at EOS
+
+
+def share_trunk(algorithm: OnlineAlgorithm) -> OnlineAlgorithm:
+    """The same with the critic's head on the actor's trunk: one backward pass of the sum of both losses, which are sums
+    over the same tokens."""
+
+    def updates(step: int) -> dict[str, Update]:
+        actor, critic = (algorithm.updates(step).get(model) for model in ("actor", "critic"))
+        if actor is None or critic is None:  # a critic's warm-up, say
+            return {"actor": actor or critic}
+        return {"actor": replace(actor, loss=lambda outputs, rows: _sum(actor.loss, critic.loss, outputs, rows))}
+
+    return replace(algorithm, updates=updates)
+
+
+def _sum(first: Loss, second: Loss, outputs: Outputs, rows: Any) -> tuple[Tensor, Tensor, Metrics]:
+    total, count, metrics = first(outputs, rows)
+    more, _, others = second(outputs, rows)
+    total = total + more
+    return total, count, {**metrics, **others, "ppo/loss/total": (total, count)}
+
+
+def averaged(algorithm: OnlineAlgorithm, decay: float) -> OnlineAlgorithm:
+    """The same with a moving average of the actor's weights, the model `average`, that follows each update."""
+
+    def after_update(act: Actions) -> None:
+        algorithm.after_update(act)
+        act.follow("average", "actor", decay)
+
+    return replace(algorithm, after_update=after_update)
+
+
+@dataclass(frozen=True)
+class OfflineAlgorithm:
+    """An algorithm that learns from a data set."""
+
+    loss: Loss
+    # (this rank's rows, the trained model's and others' forward passes by name) -> the rows that the loss reads: what
+    # needs the whole minibatch, or a reference's pass, before micro-batches are cut
+    prepare: Callable[[Sequences, dict[str, Callable[[Sequences], Outputs]]], Sequences] = lambda rows, models: rows
+    derived: Callable[[dict[str, float]], dict[str, float]] = lambda values: {}  # from the held-out means: perplexity

@@ -1,0 +1,115 @@
+"""The models of an online program, and what an algorithm may do with them to collect a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarlhf.algorithms.interface import State
+from megarlhf.algorithms.supervised import ptx_loss
+from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores
+from megarlhf.cluster import backend
+from megarlhf.data.loader import Loader
+from megarlhf.data.prompts import PromptLoader
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.train.clock import Clock
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine, Part
+    from megarlhf.experience.reward import Scorer
+    from megarlhf.experience.sampler import Sampler
+
+
+@dataclass
+class Models:
+    """The models and data sources of a step."""
+
+    actor: Engine
+    critic: Engine | None  # None: no values, or those of a head on the actor's trunk
+    reference: Engine
+    sampler: Sampler
+    scorer: Scorer
+    prompts: PromptLoader
+    tokenizer: Tokenizer
+    text: Pretraining | None = None
+    average: Engine | None = None  # follows the actor
+
+    @property
+    def saved(self) -> dict[str, Engine]:
+        """The models that are in checkpoints, by role."""
+        models = {"actor": self.actor, "critic": self.critic, "average": self.average}
+        return {role: engine for role, engine in models.items() if engine is not None}
+
+    def parts(self, minibatch: Experience) -> list[Part]:
+        """What goes into the actor's update beside the minibatch."""
+        return [] if self.text is None else self.text.parts(self.actor, minibatch)
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """Text whose likelihood is kept up while the policy learns (PPO-ptx)."""
+
+    loader: Loader
+    coef: float
+
+    def parts(self, actor: Engine, minibatch: Experience) -> list[Part]:
+        """The next batch of text; a function of the number of updates. Collective."""
+        batch = self.loader.batch(actor.steps)
+        counts = torch.tensor([minibatch.mask.sum(), batch.mask.sum()], dtype=torch.float64, device=backend.device())
+        dist.all_reduce(counts, group=actor.topology.data_group)
+        return [(batch, partial(ptx_loss, scale=self.coef * (counts[0] / counts[1]).item()), {})]
+
+
+@dataclass
+class Progress:
+    """What changes from step to step beside weights and optimizers; saved with every checkpoint."""
+
+    step: int = 0  # steps done: the key of the order of minibatches
+    drawn: int = 0  # batches of prompts drawn: the data cursor, and the key of the sampled tokens
+    state: State = field(default_factory=dict)  # of the algorithm
+    refused: int = 0  # batches in a row that were not learned from
+
+
+class Actions:
+    """`algorithms.interface.Actions` for one step."""
+
+    def __init__(
+        self, models: Models, progress: Progress, clock: Clock, *, temperature: float, signals: frozenset[str]
+    ):
+        self.models, self.progress, self.clock = models, progress, clock
+        self.temperature, self.signals = temperature, signals
+        self.step, self.group = progress.step, models.actor.topology.data_group
+
+    def prompts(self) -> Prompts:
+        prompts = self.models.prompts.batch(self.progress.drawn)
+        self.progress.drawn += 1
+        return prompts
+
+    def sample(self, prompts: Prompts) -> Rollout:
+        self.clock.enter("sample")
+        return self.models.sampler.sample(prompts)
+
+    def score(self, rollout: Rollout) -> Scores:
+        self.clock.enter("score")
+        return self.models.scorer.score(rollout)
+
+    def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
+        """Log-probs at the sampling temperature (detail P1) and the other signals."""
+        from megarlhf.experience.rollout import evaluate
+
+        self.clock.enter("evaluate")
+        models = self.models
+        signals = evaluate(
+            rollout, actor=models.actor, reference=models.reference, critic=models.critic,
+            temperature=self.temperature, signals=self.signals,
+        )  # fmt: skip
+        return Batch(rollout, scores, signals, extra)
+
+    def follow(self, model: str, leader: str, decay: float) -> None:
+        """Move the weights of one model towards another's: decay * own + (1 - decay) * the leader's."""
+        getattr(self.models, model).follow(getattr(self.models, leader), decay)

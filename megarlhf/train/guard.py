@@ -1,0 +1,53 @@
+"""Batches that must not be learned from: they change no weights and are written to the run directory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarlhf.batch import Batch, Experience
+from megarlhf.cluster.parallel import Topology
+from megarlhf.config import UserError
+from megarlhf.metrics import Metric
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What is not learned from. A batch that breaks a rule changes no weights and is written to the run directory."""
+
+    max_kl: float = 100.0  # nats a response, mean of the batch
+    patience: int = 3  # so many such batches in a row stop the run
+
+    def __post_init__(self):
+        if self.max_kl <= 0 or self.patience < 1:
+            raise ValueError("max_kl: max_kl and patience must be positive")
+
+
+def refusal(means: dict[str, Metric], config: GuardConfig) -> str | None:
+    """Why a batch must not be learned from, if so; the same on every rank."""
+    bad = [name for name, metric in means.items() if not math.isfinite(metric.value)]
+    if bad:
+        return f"{', '.join(bad)} is not finite"
+    kl = means["objective/kl"].value
+    return f"objective/kl is {kl:.1f}, beyond guard.max_kl {config.max_kl:g}" if kl > config.max_kl else None
+
+
+def save(why: str, batch: Batch, experience: Experience, directory: Path, topology: Topology, step: int) -> None:
+    """Write this rank's share of the batch to a file for replay, once for each copy of the model."""
+    if topology.tensor_rank == 0 and topology.first_stage:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {"why": why, "rollout": vars(batch.rollout), "experience": vars(experience)},
+            directory / f"step_{step:08d}_rank_{topology.data_rank}.pt",
+        )
+
+
+def stop(why: str, count: int, directory: Path, step: int) -> UserError:
+    """The error that ends the run after too many such batches."""
+    return UserError(
+        f"step {step}: {count} batches in a row could not be learned from, the last because {why}; they are in "
+        f"{directory}; resume from an earlier checkpoint with a lower optimizer.lr or a higher kl.coef of the algorithm"
+    )

@@ -1,0 +1,72 @@
+"""One skeleton for all programs: read the configuration, check it, let the ranks meet, build, announce, run the loop.
+
+A program is one `Program`: its configuration, its checks and what it builds. Those that train give `training(prepare)`
+as `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from megarlhf.checkpoint import Checkpoints
+from megarlhf.cluster import backend, launch
+from megarlhf.cluster.launch import Rendezvous
+from megarlhf.cluster.parallel import Topology
+from megarlhf.log import Log
+from megarlhf.train import setup
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
+
+C = TypeVar("C")  # a program's configuration
+P = TypeVar("P")  # its plan: a checked configuration, and everything that can be had without a process group
+WriteFiles = Callable[[Path], None]  # adds what a step directory holds beside models
+
+
+@dataclass(frozen=True)
+class Program(Generic[C, P]):
+    """A verb of the command line."""
+
+    configurations: tuple[type, ...]  # of which `load` makes one
+    load: Callable[[str | None, list[str]], C]  # (file, overrides)
+    check: Callable[[C, int], P]  # (configuration, number of ranks); refuses what cannot work before anything starts
+    run: Callable[[C, P, Topology], None]  # collective
+    execute: Callable[[Callable[[C, P, Topology], None], C, P, Rendezvous], None] = setup.execute  # lets the ranks meet
+
+    def main(self, path: str | None, overrides: list[str]) -> None:
+        settings = self.load(path, overrides)
+        rendezvous = launch.resolve()
+        plan = self.check(settings, rendezvous.world_size)
+        self.execute(self.run, settings, plan, rendezvous)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Models that are built and loaded, and the loop over them."""
+
+    models: dict[str, Engine]  # that are saved, by role
+    step: int  # steps done
+    loop: Callable[[Checkpoints, Log, WriteFiles], None]
+    banner: dict[str, str] = field(default_factory=dict)  # of this program
+    notes: tuple[str, ...] = ()
+
+
+def training(prepare: Callable[[C, P, Topology], Prepared]) -> Callable[[C, P, Topology], None]:
+    """The `run` of a program that trains."""
+
+    def run(settings: Any, plan: Any, topology: Topology) -> None:
+        with backend.loading():
+            prepared = prepare(settings, plan, topology)
+        setup.announce(settings, plan.start, topology, prepared.banner, [*plan.notes, *prepared.notes])
+        directory = Path(settings.run)
+        with Log(
+            directory, enabled=topology.rank == 0, start=prepared.step, total=plan.total_steps, unit="step",
+            wandb=settings.log.wandb,
+        ) as log:  # fmt: skip
+            write_files = setup.files_writer(settings, plan.start, tuple(prepared.models), log)
+            prepared.loop(Checkpoints(directory, settings.checkpoint), log, write_files)
+
+    return run

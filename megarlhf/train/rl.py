@@ -1,0 +1,261 @@
+"""`megarlhf rl`: a policy that scores higher, near its reference; `megarlhf ppo` is the same program for PPO, whose
+section may be left out. Checks and models; the configuration is in rl_config.py, the loop in online.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megarlhf import checkpoint, config
+from megarlhf.algorithms.interface import OnlineAlgorithm
+from megarlhf.cluster import preflight
+from megarlhf.cluster.parallel import Topology
+from megarlhf.config import UserError
+from megarlhf.data.loader import Loader
+from megarlhf.data.prompts import PromptLoader, PromptSet, load_prompts
+from megarlhf.data.sft import Examples, load_sft
+from megarlhf.experience import rollout, sampler, sources
+from megarlhf.experience.sampler import Sampler
+from megarlhf.models.locate import find_model
+from megarlhf.models.spec import Architecture
+from megarlhf.train import audit, memory, online, scoring, setup, work
+from megarlhf.train.actions import Models, Pretraining, Progress
+from megarlhf.train.program import Prepared, Program, training
+from megarlhf.train.rl_config import ALGORITHMS, OnlineRunConfig, load, run_config
+
+AUDITS = {"ppo": audit.details}  # an algorithm's switches beside those of its paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(setup.Plan):
+    prompts: PromptSet
+    ptx: Examples | None
+
+
+def check(settings: OnlineRunConfig, world_size: int) -> Plan:
+    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    sizes, training, samples = settings.parallel, settings.training, settings.sampler.samples_per_prompt
+    name, algorithm = settings.algorithm, settings.value
+    if samples < algorithm.group_size:
+        raise UserError(
+            f"sampler.samples_per_prompt: {name} compares the responses to a prompt, so it must be at least "
+            f"{algorithm.group_size}, not {samples}"
+        )
+    data_size = sizes.data(world_size)
+    share = training.minibatches * training.micro_batch_size * data_size
+    if training.batch_size % share:
+        raise UserError(
+            f"training.batch_size: {training.batch_size} is not a multiple of minibatches {training.minibatches} x "
+            f"micro_batch_size {training.micro_batch_size} x {data_size} data-parallel ranks = {share}; change one"
+        )
+    if training.batch_size // data_size % samples:
+        raise UserError(
+            f"sampler.samples_per_prompt: {samples} does not divide the {training.batch_size // data_size} responses "
+            "of a data-parallel rank; change it or training.batch_size"
+        )
+    sizes.check_micro_batches("training.batch_size", training.batch_size // share)
+    settings.optimizer.check(training.updates)
+    if settings.critic_kind is not None and settings.critic.optimizer is not None:
+        settings.critic.optimizer.check(training.updates, "critic.optimizer")
+    if settings.model.dropout:
+        raise UserError("model.dropout: must be 0, in sampling and in training (detail P4)")
+    length = settings.prompts.length + settings.sampler.response_length
+    sizes.check_length("prompts.length", length)
+    if algorithm.fixed_length and settings.sampler.stop_at_eos:
+        raise UserError(
+            f"{name}.score_position: 'last' is the last token of the fixed length, but sampler.stop_at_eos ends "
+            "responses before; use last_valid, or stop_at_eos: false"
+        )
+    draw = settings.sampler
+    if "kl" in algorithm.signals and (draw.greedy or draw.top_k or draw.top_p < 1):
+        raise UserError(
+            f"{name}.kl.estimator: exact is the KL of the whole vocabulary, but sampler.top_k, top_p or greedy leave "
+            "out tokens; use k1, or sample from all tokens"
+        )
+    if any(source.url for source in settings.scoring.sources) and 60 * settings.job.hang_minutes <= sources.PATIENCE:
+        raise UserError(
+            f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while a reward server is still within "
+            f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
+            f"{sources.PATIENCE / 60 + 5:g} or more"
+        )
+    start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
+    if start.resume_from is not None:
+        read_progress(start.resume_from)
+    memory.check(
+        start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
+        micro_batch=training.micro_batch_size,
+        sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
+    )  # fmt: skip
+    sampler.check(
+        settings.sampler,
+        start.architecture,
+        prompt_length=settings.prompts.length,
+        eos_id=start.tokenizer.eos_id,
+        pad_id=start.architecture.vocab_size,
+    )
+    others = [("reference.checkpoint", settings.reference.checkpoint, "actor")]
+    if settings.critic_kind is not None:
+        others.append(("critic.checkpoint", settings.critic.checkpoint, "reward"))
+    for key, path, role in others:
+        if path is not None and Architecture.load(find_model(path, role)) != start.architecture:
+            raise UserError(f"{key}: {path} has another architecture than model.checkpoint; give one of the same")
+    notes = scoring.check(
+        settings.scoring,
+        start.tokenizer,
+        sizes,
+        vocab_size=start.architecture.vocab_size,
+        prompt_length=settings.prompts.length,
+        response_length=settings.sampler.response_length,
+    )
+    prompts, report = load_prompts(start.tokenizer, settings.prompts)
+    notes, ptx = [*notes, report.summary()], None
+    if settings.average is not None and not 0 < settings.average < 1:
+        raise UserError(f"average: must be between 0 and 1, not {settings.average}")
+    if settings.ptx is not None:
+        rows = training.micro_batch_size * data_size
+        if settings.ptx.batch_size % rows:
+            raise UserError(
+                f"ptx.batch_size: {settings.ptx.batch_size} is not a multiple of micro_batch_size "
+                f"{training.micro_batch_size} x {data_size} data-parallel ranks = {rows}; change one of them"
+            )
+        sizes.check_micro_batches("ptx.batch_size", settings.ptx.batch_size // rows)
+        if settings.ptx.data.max_length > length:
+            raise UserError(
+                f"ptx.data.max_length: {settings.ptx.data.max_length} is more than a prompt and a response of {length} "
+                "tokens, which share an update with it; lower it"
+            )
+        ptx, report = load_sft(settings.ptx.data.train, start.tokenizer, settings.ptx.data)
+        notes.append(report.summary())
+    return Plan(start=start, total_steps=training.steps, notes=tuple(notes), prompts=prompts, ptx=ptx)
+
+
+def read_progress(step_directory: Path) -> Progress:
+    """The loop's state in a step directory. Raises UserError where it is not what the loop has saved."""
+    state = checkpoint.read_state(step_directory)
+    saved, where = state.get("progress"), str(step_directory / checkpoint.STATE)
+    if not isinstance(saved, dict) or saved.get("step") != state["step"]:
+        raise UserError(f"{where}: its 'progress' is not that of an online run, or damaged; use another step directory")
+    if "kl_coef" in saved:  # until 2026-11: PPO's state, and one batch of prompts a step
+        saved = {key: value for key, value in saved.items() if key != "kl_coef"}
+        saved |= {"state": {"kl_coef": state["progress"]["kl_coef"]}, "drawn": state["step"]}
+    return config.from_dict(Progress, saved, where)
+
+
+def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepared:
+    """Build and load. Collective."""
+    algorithm = settings.value
+    models, progress = assemble(settings, algorithm, plan, topology)
+    sizes = settings.training
+    rows = AUDITS[settings.algorithm](settings) if settings.algorithm in AUDITS else []
+    if topology.rank == 0:
+        directory = Path(settings.run)
+        directory.mkdir(parents=True, exist_ok=True)
+        audit.save(rows, directory / "audit.json")
+        rate = preflight.matmul_rate() * topology.world_size
+        work.save(
+            work.online_step(settings, plan.start.architecture, topology.data_size), rate, directory / "work.json"
+        )
+
+    def loop(checkpoints, log, write_files):
+        online.train(
+            algorithm, models, progress, settings=settings, checkpoints=checkpoints, log=log, write_files=write_files
+        )
+
+    steps = f"{sizes.steps} of {sizes.batch_size} responses, {sizes.epochs} epochs of {sizes.minibatches} updates"
+    banner, notes = {"algorithm": settings.algorithm, "steps": steps}, tuple(audit.table(rows, settings.preset))
+    return Prepared(models.saved, progress.step, loop, banner, notes)
+
+
+def assemble(
+    settings: OnlineRunConfig, algorithm: OnlineAlgorithm, plan: Plan, topology: Topology
+) -> tuple[Models, Progress]:
+    """The models, built and loaded, with the sampler and the scorer. Collective."""
+    from megarlhf.models.build import build
+
+    start, updates, critic_kind = plan.start, settings.training.updates, settings.critic_kind
+    shared = critic_kind == "shared"
+    trains = setup.model_options(settings, trains=True, total_steps=updates)
+    frozen = setup.model_options(settings, trains=False, total_steps=updates)
+    role = "actor_critic" if shared else "actor"
+    actor = build(role, start.architecture, topology, **trains)
+    reference = build("reference", start.architecture, topology, **frozen)
+    critic = None
+    if critic_kind == "separate":
+        own = {"optimizer": settings.critic.optimizer} if settings.critic.optimizer else {}
+        critic = build("critic", start.architecture, topology, **(trains | own))
+    progress = Progress(state=algorithm.state)
+    new_head = ("value_head.",)
+    origin = find_model(settings.reference.checkpoint) if settings.reference.checkpoint else start.source
+    if origin is not None:
+        checkpoint.load(reference, origin, weights_only=True)
+    if start.resume_from is not None:
+        checkpoint.load(actor, start.resume_from / "actor", weights_only=False)
+        if critic is not None:
+            checkpoint.load(critic, start.resume_from / "critic", weights_only=False)
+        progress = read_progress(start.resume_from)
+    elif start.source is not None:
+        checkpoint.load(actor, start.source, weights_only=True, fresh=new_head if shared else ())
+        if critic is not None and settings.critic.checkpoint is not None:
+            checkpoint.load(critic, find_model(settings.critic.checkpoint, "reward"), weights_only=True)
+        elif critic is not None:
+            checkpoint.load(critic, start.source, weights_only=True, fresh=new_head)
+    if settings.reference.on_host:
+        rollout.keep_on_host(reference)
+
+    average = None
+    if settings.average is not None:
+        average = build(role, start.architecture, topology, **(frozen | {"dtype": "fp32"}))
+        if start.resume_from is not None:
+            checkpoint.load(average, start.resume_from / "average", weights_only=True)
+        else:
+            average.follow(actor, 0.0)
+    rows = min(settings.sampler.micro_batch_size, settings.training.batch_size // topology.data_size)
+    policy_sampler = Sampler(
+        actor, replace(settings.sampler, micro_batch_size=rows), prompt_length=settings.prompts.length,
+        seed=settings.seed, eos_id=start.tokenizer.eos_id,
+    )  # fmt: skip
+    models = Models(
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        sampler=policy_sampler,
+        scorer=scoring.build_scorer(
+            settings.scoring, topology, start.tokenizer, micro_batch_size=settings.training.micro_batch_size,
+            dtype=settings.model.dtype,
+        ),
+        prompts=PromptLoader(
+            plan.prompts,
+            length=settings.prompts.length,
+            global_batch=settings.training.batch_size // settings.sampler.samples_per_prompt,
+            pad_id=policy_sampler.pad_id,
+            dp_rank=topology.data_rank,
+            dp_size=topology.data_size,
+            seed=settings.seed,
+        ),
+        tokenizer=start.tokenizer,
+        text=None if plan.ptx is None else Pretraining(
+            Loader(
+                plan.ptx,
+                global_batch=settings.ptx.batch_size,
+                dp_rank=topology.data_rank,
+                dp_size=topology.data_size,
+                seed=settings.seed,
+                pad_id=start.tokenizer.pad_id,
+                pad_multiple=settings.prompts.length + settings.sampler.response_length,  # an update has one row length
+            ),
+            settings.ptx.coef,
+        ),
+        average=average,
+    )  # fmt: skip
+    return models, progress
+
+
+def _program(default: str | None) -> Program[OnlineRunConfig, Plan]:
+    names = ALGORITHMS if default is None else (default,)
+    read = partial(load, default=default)
+    return Program(tuple(map(run_config, names)), read, check, training(prepare))
+
+
+PROGRAM = _program(None)
+PPO = _program("ppo")

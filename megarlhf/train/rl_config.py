@@ -1,0 +1,178 @@
+"""The configuration of online programs (`megarlhf rl`, `megarlhf ppo`). The section with the name of an algorithm
+chooses it: one line of ALGORITHMS each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, ClassVar, Literal
+
+from megarlhf import config
+from megarlhf.algorithms import ppo, reinforce
+from megarlhf.algorithms.interface import OnlineAlgorithm, averaged, share_trunk
+from megarlhf.config import UserError
+from megarlhf.data.prompts import PromptsConfig
+from megarlhf.data.sft import SFTDataConfig
+from megarlhf.experience.gate import GateConfig
+from megarlhf.experience.reward import ScoringConfig
+from megarlhf.experience.sampler import SamplerConfig
+from megarlhf.optim import OptimizerConfig
+from megarlhf.train.guard import GuardConfig
+from megarlhf.train.settings import RunConfig
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An algorithm that a configuration may name."""
+
+    config: type  # of its section
+    algorithm: Callable[[Any], OnlineAlgorithm]  # its section -> its value
+    critic: bool = False  # whether the configuration has the section critic
+    presets: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+# The 2019 original (lm-human-preferences, launch.py's sentiment task), as far as it is not about files and layouts.
+PPO_PRESETS = {
+    "openai_2019": {
+        "prompts": {"length": 64, "start_text": ".", "end_text": "."},
+        "sampler": {"response_length": 24, "temperature": 0.7, "stop_at_eos": False},
+        "scoring": {"truncate_token": ".", "truncate_after": 16, "penalty": -1.0},
+        "ppo": config.to_dict(ppo.OPENAI_2019),
+        "critic": {"kind": "shared"},
+        "training": {"batch_size": 512, "minibatches": 1, "epochs": 4},
+        "optimizer": {"name": "tf_adam", "lr": 1e-5, "schedule": "linear", "betas": [0.9, 0.999], "eps": 1e-5,
+                      "clip_grad": 0.0},
+    },
+}  # fmt: skip
+
+ALGORITHMS = {
+    "ppo": Entry(ppo.PPOConfig, ppo.algorithm, critic=True, presets=PPO_PRESETS),
+    "reinforce": Entry(reinforce.ReinforceConfig, reinforce.algorithm),
+}
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The model that estimates values."""
+
+    kind: Literal["separate", "shared"] = "separate"  # shared: a head on the actor's trunk, one backward, as in 2019
+    checkpoint: str | None = (
+        None  # separate: a reward model to start from; default: the actor's trunk, a zero head (P2)
+    )
+    # separate: default the actor's, as a whole or key by key
+    optimizer: OptimizerConfig | None = field(default=None, metadata=config.like("optimizer"))
+
+    def __post_init__(self):
+        if self.kind == "shared" and (self.checkpoint or self.optimizer):
+            raise ValueError("kind: a shared critic has neither a checkpoint nor an optimizer of its own; remove them")
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen model of the KL penalty."""
+
+    checkpoint: str | None = None  # default: the actor's own start
+    on_host: bool = False  # weights in host memory, on the device only while they are needed
+
+
+@dataclass(frozen=True)
+class PTXConfig:
+    """Text whose likelihood is kept up while the policy learns (PPO-ptx)."""
+
+    data: SFTDataConfig  # max_length: at most prompts.length + sampler.response_length
+    coef: float = 1.0
+    batch_size: int = 64  # rows an update
+
+    def __post_init__(self):
+        if self.coef <= 0:
+            raise ValueError(f"coef: must be positive, not {self.coef}; leave the section out to turn it off")
+
+
+@dataclass(frozen=True)
+class OnlineTrainingConfig:
+    """Sizes and lengths. A step samples and learns from one batch of responses (detail P7)."""
+
+    steps: int = 100
+    batch_size: int = 512  # responses a step
+    minibatches: int = 1  # updates an epoch
+    epochs: int = 4
+    micro_batch_size: int = 8  # rows a rank computes at once
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}: must be at least 1, not {value}")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.epochs * self.minibatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRunConfig(RunConfig):
+    """One section for each thing it configures; `preset` gives what the file leaves out. model.checkpoint: the SFT
+    model. `run_config` adds the algorithm's own section, and critic where it has one."""
+
+    algorithm: ClassVar[str]  # the name of its section
+    prompts: PromptsConfig
+    scoring: ScoringConfig
+    preset: str = "default"
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    ptx: PTXConfig | None = None
+    average: float | None = None  # decay per update of an averaged (EMA) actor, saved beside the actor as `average`
+    training: OnlineTrainingConfig = field(default_factory=OnlineTrainingConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # to 0 (detail G5)
+
+    @property
+    def value(self) -> OnlineAlgorithm:
+        """The algorithm, as this configuration wants it."""
+        made = ALGORITHMS[self.algorithm].algorithm(getattr(self, self.algorithm))
+        made = share_trunk(made) if self.critic_kind == "shared" else made
+        return made if self.average is None else averaged(made, self.average)
+
+    @property
+    def critic_kind(self) -> Literal["separate", "shared"] | None:
+        """None: the algorithm has no critic."""
+        return self.critic.kind if ALGORITHMS[self.algorithm].critic else None
+
+
+@functools.cache
+def run_config(algorithm: str) -> type[OnlineRunConfig]:
+    """The class of an algorithm's configurations."""
+    entry = ALGORITHMS[algorithm]
+    sections = {algorithm: entry.config} | ({"critic": CriticConfig} if entry.critic else {})
+    fields = [(name, section, field(default_factory=section)) for name, section in sections.items()]
+    name = f"{algorithm}RunConfig"
+    return make_dataclass(
+        name, fields, bases=(OnlineRunConfig,), frozen=True, kw_only=True, namespace={"algorithm": algorithm}
+    )
+
+
+def load(path: str | None, overrides: list[str], *, default: str | None = None) -> OnlineRunConfig:
+    """The configuration in a file with overrides. `default`: the algorithm that runs if no section names one, and no
+    other does. Raises UserError."""
+    given = config.top_level(path, overrides)
+    named = [name for name in given if name in ALGORITHMS]
+    if default is not None and any(name != default for name in named):
+        other = next(name for name in named if name != default)
+        raise UserError(
+            f"{given[other]}: the section '{other}' names another algorithm than 'megarlhf {default}' runs; remove it, "
+            "or start the file with 'megarlhf rl'"
+        )
+    if len(named) > 1:
+        raise UserError(f"{given[named[1]]}: the sections {' and '.join(named)} name an algorithm each; keep one")
+    if not named and default is None:
+        raise UserError(
+            f"{path or 'command line'}: no section names the algorithm; add one of: {', '.join(ALGORITHMS)} (empty for "
+            "its defaults)"
+        )
+    name = named[0] if named else default
+    entry = ALGORITHMS[name]
+    if "critic" in given and not entry.critic:
+        raise UserError(f"{given['critic']}: {name} has no critic; remove the section")
+    return config.load(run_config(name), path, overrides, presets={"default": {}, **entry.presets})
