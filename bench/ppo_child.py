@@ -48,7 +48,8 @@ class Phases:
 
 def megarlhf(spec: dict, phases: Phases) -> None:
     """`megarlhf ppo` as it is, with its clock listened to."""
-    from megarlhf.train import online, ppo
+    from megarlhf.train import online
+    from megarlhf.train.rl import PPO
 
     names = {"sample": "generation", "learn": "training"}
 
@@ -63,7 +64,7 @@ def megarlhf(spec: dict, phases: Phases) -> None:
                 phases.enter("other")
 
     online.Clock = Clock
-    ppo.main(spec["config"], spec["overrides"])
+    PPO.main(spec["config"], spec["overrides"])
 
 
 def trl(spec: dict, phases: Phases) -> None:

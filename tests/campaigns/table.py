@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarlhf.train.ppo import PPORunConfig
+from megarlhf.train.rl_config import run_config
 from tests.campaigns.configurations import BOMB, CONFIGS, LAYOUTS, OVERRIDES
 from tests.campaigns.mistakes import Case, World, command, launched
 
@@ -329,7 +329,7 @@ def table() -> Iterator[Case]:
         for override, place in overrides.items():
             attempt = partial(of_program, program=program, overrides=override)
             yield Case("overrides", f"{program} {override.replace('{{', '{').replace('}}', '}')}", attempt, place)
-    for key in leaves(PPORunConfig):
+    for key in leaves(run_config("ppo")):
         if not key.startswith(("model.architecture", "scoring.sources")) and key != "preset":
             yield Case(
                 "overrides",

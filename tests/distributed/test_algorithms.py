@@ -10,7 +10,7 @@ from megarlhf import metrics
 from megarlhf.algorithms.masked import whiten
 from megarlhf.algorithms.ppo import PPOConfig, policy_loss, value_loss, whiten_minibatch
 from megarlhf.algorithms.reward import normalisation
-from megarlhf.batch import Experience
+from megarlhf.batch import CriticExperience
 from megarlhf.metrics import Max, Mean, Min, Variance
 from megarlhf.models.build import build
 from tests.distributed.layouts import ADAM, LLAMA, examples, layout, share
@@ -65,13 +65,13 @@ def learn(cases):
                 generator = torch.Generator().manual_seed(1)
                 noise = [torch.randn(batch.mask.shape, generator=generator) * batch.mask for _ in range(3)]
                 old = engine.forward(share(batch, topology))
-                minibatch = Experience(
+                minibatch = CriticExperience(
                     **vars(batch), logprobs=-6.2 + 0.1 * noise[0], values=noise[1], rewards=noise[2],
-                    advantages=noise[2], returns=noise[2],
+                    advantages=noise[2], returns=noise[2], correction=noise[2],
                 )  # fmt: skip
                 minibatch = whiten_minibatch(share(minibatch, topology), config=CONFIG, group=topology.data_group)
                 if role == "actor":
-                    minibatch = Experience(**{**vars(minibatch), "logprobs": old["logprobs"]})
+                    minibatch = CriticExperience(**{**vars(minibatch), "logprobs": old["logprobs"]})
                 for _ in range(2):
                     found = engine.step(minibatch, partial(loss, config=CONFIG))
                     steps.append({name: metric.value for name, metric in found.items()})

@@ -50,7 +50,7 @@ def heads(family, sizes):
         # two engines of one role and other weights, so that their KL is not 0
         other = build("actor", family, topology, micro_batch_size=2, dtype="fp32", seed=2)
         signals = rollouts.evaluate(mine, actor=engines["actor"], reference=other, critic=engines["critic"],
-                                    temperature=0.5, exact_kl=True)  # fmt: skip
+                                    temperature=0.5, signals=frozenset({"kl", "values"}))  # fmt: skip
         results["exact"] = {"kl": signals.kl}
         logits = [
             torch.stack([engine.forward(mine, logits_at=column)["logits"] for column in range(PROMPT - 1, 23)], 1)
@@ -109,10 +109,9 @@ def parts(sizes, count, epochs):
     with layout(**sizes) as topology:
         mine = share(rollout(), topology)
         ids = mine.sequence_ids[:, None].expand(-1, 14).float().contiguous()
-        zeros = torch.zeros_like(ids)
         experience = Experience(
-            tokens=mine.tokens, mask=mine.mask, segments=mine.segments, prompt_len=PROMPT, logprobs=ids, values=zeros,
-            rewards=zeros, advantages=zeros, returns=zeros,
+            tokens=mine.tokens, mask=mine.mask, segments=mine.segments, prompt_len=PROMPT, logprobs=ids,
+            advantages=torch.zeros_like(ids),
         )  # fmt: skip
         split = rollouts.minibatches(experience, epochs=epochs, count=count, seed=3, step=5, topology=topology)
         return [minibatch.logprobs[:, 0].int().tolist() for minibatch in split]

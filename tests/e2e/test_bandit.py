@@ -3,15 +3,15 @@
 
 import json
 import sys
-from functools import partial
 
 import pytest
 import torch
 import yaml
 
 from megarlhf import checkpoint
+from megarlhf.algorithms.interface import share_trunk
 from megarlhf.algorithms.kl import KLConfig
-from megarlhf.algorithms.ppo import PPOConfig, joint_loss, make_experience, whiten_minibatch
+from megarlhf.algorithms.ppo import PPOConfig, algorithm, make_experience, whiten_minibatch
 from megarlhf.batch import Rollout, Scores, Sequences
 from megarlhf.experience import rollout as rollouts
 from megarlhf.models.build import build
@@ -68,12 +68,17 @@ def learned(estimator, sizes):
             rows = sequences(mine)
             rollout = Rollout(**vars(rows), sequence_ids=torch.arange(len(rows)), logprobs=policy[mine].log()[:, None])
             signals = rollouts.evaluate(
-                rollout, actor=actor, reference=reference, critic=None, temperature=1.0, exact_kl=estimator == "exact"
+                rollout,
+                actor=actor,
+                reference=reference,
+                critic=None,
+                temperature=1.0,
+                signals=algorithm(config).signals,
             )
             scores = Scores(torch.tensor(SCORES)[mine], rows.mask, rows.mask[:, 0])
             experience = make_experience(rollout, scores, signals, kl_coef=BETA, config=config)
             experience = whiten_minibatch(experience, config=config, group=topology.data_group)
-            actor.step(experience, partial(joint_loss, config=config))
+            actor.step(experience, share_trunk(algorithm(config)).updates(0)["actor"].loss)
         return before, distance(policy_of(actor), best)
 
 

@@ -4,7 +4,6 @@ built, makes a step and saves it on at most 8 ranks. A new file is found without
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import re
@@ -15,26 +14,25 @@ import pytest
 
 from megarlhf import config
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
-from megarlhf.cli import PROGRAMS, TRAINING
+from megarlhf.cli import TRAINING, find
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.models.spec import Architecture
 from megarlhf.train import preflight
+from megarlhf.train.rl_config import OnlineRunConfig
 from tests.distributed.layouts import layout
 from tests.e2e import runs
 from tests.ranks import ROOT
 
 EXAMPLES = ROOT / "examples"
 FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
-MODULES = {name: PROGRAMS[name][0] for name in TRAINING}
 
 
 def load(path: Path, overrides: list[str]) -> tuple[Any, Any]:
     """(the program that the file is for, its configuration)."""
-    modules = {name: importlib.import_module(module) for name, module in MODULES.items()}
-    counts = preflight.matches(str(path), modules)
-    module = modules[max(counts, key=lambda name: counts[name])]
-    presets = getattr(module, "PRESETS", None)
-    return module, config.load(preflight.settings_of(module), str(path), overrides, presets=presets)
+    programs = {name: find(name) for name in TRAINING}
+    counts = preflight.matches(str(path), programs)
+    program = programs[max(counts, key=lambda name: counts[name])]
+    return program, program.load(str(path), overrides)
 
 
 def depth(parallel: ParallelConfig) -> int:
@@ -51,14 +49,14 @@ def tiny_files(settings: Any, directory: Path) -> list[str]:
         values["model.architecture"] = config.to_dict(Architecture.load(model / "actor"))
     else:
         values["model.checkpoint"] = str(model)
-    if program == "PPORunConfig":
+    if isinstance(settings, OnlineRunConfig):
         values["prompts.path"] = str(directory / "prompts.jsonl")
         sources = config.to_dict(settings.scoring)["sources"]
         values["scoring.sources"] = [
             source | ({"checkpoint": str(model)} if source["checkpoint"] else {}) for source in sources
         ]
         for section in ("critic", "reference"):
-            if getattr(settings, section).checkpoint is not None:
+            if hasattr(settings, section) and getattr(settings, section).checkpoint is not None:
                 values[f"{section}.checkpoint"] = str(model)
         if settings.ptx is not None:
             values["ptx.data.train"] = str(directory / "SFTConfig.jsonl")
@@ -74,14 +72,14 @@ def reduced(settings: Any) -> tuple[list[str], int]:
     """(overrides, number of ranks): at most 4 stages and 2 tensor ranks, 2 data-parallel ranks where reductions
     overlap, and as many rows, tokens and steps as that needs. All else stays: virtual stages, sequence parallelism, the
     optimizer, overlaps, precision, recomputation, losses, critics, minibatches."""
-    parallel, program = settings.parallel, type(settings).__name__
+    parallel = settings.parallel
     small = dataclasses.replace(parallel, tensor=min(parallel.tensor, 2), pipeline=min(parallel.pipeline, 4))
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     data = 2 if overlaps and 2 * small.model <= 8 else 1
     micro_batches = math.lcm(2, small.micro_batch_multiple)  # a rank and update
     values: dict[str, Any] = {"parallel.tensor": small.tensor, "parallel.pipeline": small.pipeline}
     values |= {"training.steps": 1, "optimizer.warmup_steps": min(settings.optimizer.warmup_steps, 1)}
-    if program == "PPORunConfig":
+    if isinstance(settings, OnlineRunConfig):
         micro = settings.sampler.samples_per_prompt
         values |= {
             "prompts.length": 8,

@@ -5,7 +5,6 @@ samples a prompt and overlapped communication. A run that four stages wrote goes
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarlhf import config
+from megarlhf import cli
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
 from megarlhf.config import UserError
 from tests.distributed.layouts import GPT2, LLAMA, layout
@@ -72,12 +71,11 @@ def run_programs(cases):
     import torch.distributed as dist
 
     for program, path, overrides in cases:
-        module = importlib.import_module(f"megarlhf.train.{program}")
-        kind = {"reward": "RewardConfig", "ppo": "PPORunConfig", "generate": "GenerateConfig"}[program]
-        settings = config.load(getattr(module, kind), path, overrides, presets=getattr(module, "PRESETS", None))
-        plan = module.check(settings, dist.get_world_size())
+        found = cli.find(program)
+        settings = found.load(path, overrides)
+        plan = found.check(settings, dist.get_world_size())
         with layout(**dataclasses.asdict(settings.parallel)) as topology:
-            (module.generate if program == "generate" else module.run)(settings, plan, topology)
+            found.run(settings, plan, topology)
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +240,9 @@ REFUSED = {  # on 2 ranks, before there is a process group
 def test_what_a_layout_cannot_run_is_refused_before_it_starts(truth, monkeypatch, name):
     program, sizes, more, message = REFUSED[name]
     monkeypatch.chdir(truth)  # where models are
-    module = importlib.import_module(f"megarlhf.train.{program}")
     path = truth / ("gpt2.ppo.yaml" if program == "ppo" else "reward.yaml")
     overrides = ["run=refused", "training.micro_batch_size=2", *(f"parallel.{size}" for size in sizes), *more]
     with pytest.raises(UserError) as caught:
-        kind = {"reward": "RewardConfig", "ppo": "PPORunConfig"}[program]
-        settings = config.load(getattr(module, kind), path, overrides, presets=getattr(module, "PRESETS", None))
-        module.check(settings, 2)
+        found = cli.find(program)
+        found.check(found.load(path, overrides), 2)
     assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from megarlhf import cli, config
+from megarlhf import cli
 from megarlhf.config import UserError
 from tests.e2e.runs import CLI, finish, start
 from tests.ranks import ROOT
@@ -84,12 +84,11 @@ def run_ppo(path, cases):
     from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
-    from megarlhf.train import ppo
+    from megarlhf.train.rl import PPO
 
     for overrides in cases:
-        settings = config.load(ppo.PPORunConfig, path, overrides, presets=ppo.PRESETS)
-        plan = ppo.check(settings, dist.get_world_size())
-        ppo.run(settings, plan, parallel.start(settings.parallel))
+        settings = PPO.load(path, overrides)
+        PPO.run(settings, PPO.check(settings, dist.get_world_size()), parallel.start(settings.parallel))
         parallel_state.destroy_model_parallel()
 
 
@@ -229,7 +228,7 @@ def test_gate_and_guard(ranks, settings, straight, tmp_path):
 
 BAD = {
     "batch": (["training.batch_size=18"], "training.batch_size: 18 is not a multiple of minibatches 2 x micro"),
-    "dropout": (["model.dropout=0.1"], "model.dropout: must be 0 for PPO"),
+    "dropout": (["model.dropout=0.1"], "model.dropout: must be 0"),
     "position": (["ppo.score_position=last"], "ppo.score_position: 'last' is the last token of the fixed length"),
     "preset": (["preset=openai_2020"], "there is no preset 'openai_2020'; did you mean 'openai_2019'?"),
     "reward": (["scoring.sources=[{checkpoint: /no/such}]"], "/no/such: no such directory"),
@@ -281,20 +280,21 @@ CHANGES = {
 
 def test_openai_preset_and_audit(settings):
     """The preset differs from the original in nothing that the audit compares, and every row of it can differ."""
-    from megarlhf.train import audit, ppo
+    from megarlhf.train import audit
+    from megarlhf.train.rl import PPO
 
     plain = ["preset=openai_2019", "sampler={}", "ppo={}", "training={}", "optimizer={}", "critic={}",
              f"prompts={{path: {settings.parent / 'prompts.jsonl'}}}"]  # fmt: skip
 
     def differing(*overrides):
-        loaded = config.load(ppo.PPORunConfig, settings, [*plain, *overrides], presets=ppo.PRESETS)
+        loaded = PPO.load(settings, [*plain, *overrides])
         return [what for _, what, value, original in audit.details(loaded) if value != original]
 
     reward = str(settings.parent / "reward")
     assert differing(f"scoring.sources=[{{checkpoint: {reward}}}]") == differing() == []
-    loaded = config.load(ppo.PPORunConfig, settings, plain, presets=ppo.PRESETS)
+    loaded = PPO.load(settings, plain)
     assert CHANGES.keys() == {what for _, what, _, _ in audit.details(loaded)}
     for what, change in CHANGES.items():
         assert what in differing(change), what
-    shown = "\n".join(audit.table(loaded))
+    shown = "\n".join(audit.table(audit.details(loaded), "openai_2019"))
     assert all(f"{number:<4} {what}\n" in shown + "\n" for number, what in audit.BUILT_IN)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megarlhf import config
-from megarlhf.algorithms.supervised import sft_loss
+from megarlhf.algorithms import supervised
 from megarlhf.checkpoint import Checkpoints
 from megarlhf.cluster import parallel
 from megarlhf.config import UserError
@@ -82,8 +82,8 @@ def run_planted(path, directory, bad):
     try:
         with Log(directory, enabled=topology.rank == 0, start=0, total=plan.total_steps, unit="step") as log:
             offline.train(
-                engine, "actor", sft_loss, data, None, checkpoints=Checkpoints(directory, settings.checkpoint), log=log,
-                settings=settings, write_files=lambda directory: None,
+                supervised.sft(), {"actor": engine}, data, None, log=log, settings=settings,
+                checkpoints=Checkpoints(directory, settings.checkpoint), write_files=lambda directory: None,
             )  # fmt: skip
     except UserError as error:
         return str(error)

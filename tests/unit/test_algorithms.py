@@ -13,14 +13,14 @@ import torch
 from megarlhf import config as configuration
 from megarlhf import metrics, optim
 from megarlhf.algorithms.advantages import gae
-from megarlhf.algorithms.kl import KLConfig, kl_estimate, next_kl_coef, penalised_rewards
+from megarlhf.algorithms.interface import share_trunk
+from megarlhf.algorithms.kl import KLConfig, kl_estimate, next_kl_coef, objective, penalised_rewards
 from megarlhf.algorithms.masked import last_valid, masked_mean, masked_sum, masked_var, whiten
 from megarlhf.algorithms.ppo import (
     OPENAI_2019,
     PPOConfig,
-    joint_loss,
+    algorithm,
     make_experience,
-    objective,
     policy_loss,
     value_loss,
     whiten_minibatch,
@@ -373,6 +373,10 @@ def test_value_loss(mask):
         close(found[f"ppo/{name}"], value)
 
 
+def joint_loss(outputs, rows, *, config):
+    return share_trunk(algorithm(config)).updates(0)["actor"].loss(outputs, rows)
+
+
 def test_joint_loss_is_the_sum():
     experience = experience_of(STOPPED)
     outputs = new_outputs(experience)
@@ -458,7 +462,7 @@ def test_objective(mask):
         "non_score_reward": np.mean(penalty),
         "scores_total": np.mean(scores.scores.numpy()) + np.mean(penalty), "response_length": mask.sum().item() / ROWS,
     }  # fmt: skip
-    found = values_of(objective(rollout, scores, signals, kl_coef=0.15, config=config))
+    found = values_of(objective(rollout, scores, signals, kl_coef=0.15, config=config.kl))
     assert found.keys() == {f"objective/{name}" for name in expected}
     for name, value in expected.items():
         close(found[f"objective/{name}"], value)
@@ -712,7 +716,7 @@ def test_variance_of_ratios_near_one():
     difference = 1e-4 * normal(512, 24).float()
     experience = Experience(
         tokens=torch.zeros(512, 25, dtype=torch.int64), mask=torch.ones(512, 24, dtype=torch.bool),
-        **{name: torch.zeros(512, 24) for name in ("logprobs", "values", "rewards", "advantages", "returns")},
+        logprobs=torch.zeros(512, 24), advantages=torch.zeros(512, 24),
     )  # fmt: skip
     found = values_of(policy_loss({"logprobs": difference}, experience, config=DEFAULT)[2])
     close(found["ppo/policy/ratio_var"] / np.var(np.exp(difference.double().numpy())), 1, 1e-2)

@@ -13,11 +13,13 @@ import pytest
 
 from megarlhf import config
 from megarlhf.config import UserError
+from megarlhf.train import rl_config
 from megarlhf.train.generate import GenerateConfig
-from megarlhf.train.ppo import PRESETS, PPORunConfig
 from megarlhf.train.reward import RewardConfig
 from megarlhf.train.serve_reward import ServeRewardConfig
 from megarlhf.train.sft import SFTConfig
+
+PPO, REINFORCE = map(rl_config.run_config, ("ppo", "reinforce"))
 
 PROMPTS = {"path": "prompts.jsonl"}
 SCORING = {"sources": [{"function": "a:b"}]}
@@ -37,12 +39,13 @@ SMALLEST: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "reward": (RewardConfig, {**RUN, "data": DATA}),
     "reward, normalised": (RewardConfig, {**RUN, "data": DATA, "normalization": {"prompts": PROMPTS}}),
-    "ppo": (PPORunConfig, {**RUN, "prompts": PROMPTS, "scoring": SCORING}),
+    "ppo": (PPO, {**RUN, "prompts": PROMPTS, "scoring": SCORING}),
     "ppo, all sections": (
-        PPORunConfig,
+        PPO,
         {**RUN, "prompts": PROMPTS, "scoring": SCORING, "critic": {"optimizer": {}}, "ptx": {"data": DATA}},
     ),
-    "ppo of 2019": (PPORunConfig, {**RUN, "prompts": PROMPTS, "scoring": SCORING, "preset": "openai_2019"}),
+    "ppo of 2019": (PPO, {**RUN, "prompts": PROMPTS, "scoring": SCORING, "preset": "openai_2019"}),
+    "reinforce": (REINFORCE, {**RUN, "prompts": PROMPTS, "scoring": SCORING, "reinforce": {}}),
     "generate": (GenerateConfig, {"checkpoint": "model", "out": "out.jsonl", "prompts": PROMPTS}),
     "serve-reward": (ServeRewardConfig, {"function": "a:b"}),
 }
@@ -51,7 +54,9 @@ SMALLEST: dict[str, tuple[type, dict[str, Any]]] = {
 def load(name: str, *overrides: str) -> Any:
     cls, values = SMALLEST[name]
     given = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    return config.load(cls, None, [*given, *overrides], presets=PRESETS if cls is PPORunConfig else None)
+    if issubclass(cls, rl_config.OnlineRunConfig):
+        return rl_config.load(None, [*given, *overrides], default="ppo" if cls is PPO else None)
+    return config.load(cls, None, [*given, *overrides])
 
 
 def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -128,7 +133,7 @@ def test_what_is_written_is_read_back():
 def refusal(path: Path, content: bytes, *overrides: str) -> str:
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
-        config.load(PPORunConfig, path, overrides, presets=PRESETS)
+        rl_config.load(path, overrides, default="ppo")
     return str(error.value)
 
 
@@ -191,7 +196,7 @@ def test_a_file_that_is_none(tmp_path):
         tmp_path / ("x" * 300): "File name too long",
     }.items():
         with pytest.raises(UserError, match=words):
-            config.load(PPORunConfig, path)
+            rl_config.load(path, [], default="ppo")
 
 
 def test_merge_keys(tmp_path):
@@ -201,5 +206,5 @@ def test_merge_keys(tmp_path):
         "optimizer: &adam\n  lr: 1.0e-3\n  eps: 1.0e-4\n"
         "critic:\n  optimizer:\n    <<: [*adam, {eps: 1, weight_decay: 0.5}]\n    lr: 0.25\n"
     )
-    critic = config.load(PPORunConfig, tmp_path / "run.yaml").critic.optimizer
+    critic = rl_config.load(tmp_path / "run.yaml", [], default="ppo").critic.optimizer
     assert (critic.lr, critic.eps, critic.weight_decay) == (0.25, 1e-4, 0.5)

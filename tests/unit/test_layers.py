@@ -78,6 +78,14 @@ def test_megatron_is_imported_in_few_places():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_loops_name_no_algorithm():
+    for loop in ("online", "offline"):
+        path = PACKAGE / "train" / f"{loop}.py"
+        named = [name for _, name in imports(path) if name.startswith("megarlhf.algorithms")]
+        assert named and all(name.startswith("megarlhf.algorithms.interface.") for name in named), named
+        assert len(path.read_text().splitlines()) <= 200
+
+
 def test_the_package_stands_without_tools_and_tests():
     outside = ("tools", "tests", "bench", "examples")
     wrong = [place for place, _, name in all_imports() if name.split(".")[0] in outside]
@@ -123,7 +131,7 @@ def test_help_imports_neither_torch_nor_megatron():
 
 def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
     code = (
-        "import sys, torch, megarlhf.train.ppo\n"
+        "import sys, torch, megarlhf.train.rl\n"
         "from megarlhf.cluster import backend\n"
         "with backend.lean_imports(): from transformers import LlamaConfig\n"
         "backend.install()\n"

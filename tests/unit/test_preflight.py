@@ -13,7 +13,7 @@ from megarlhf import cli
 from megarlhf.cluster import preflight
 from megarlhf.cluster.preflight import Facts, Speed
 from megarlhf.config import UserError
-from megarlhf.train.ppo import read_progress
+from megarlhf.train.rl import read_progress
 
 
 @pytest.fixture(scope="module")

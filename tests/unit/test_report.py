@@ -268,7 +268,8 @@ def test_ticks_are_few_and_on_the_axis(low, high, log):
 
 def test_the_audit_that_a_run_wrote_is_shown(tmp_path):
     from megarlhf import config
-    from megarlhf.train import audit, ppo
+    from megarlhf.train import audit
+    from megarlhf.train.rl_config import run_config
 
     values = {
         "run": "r",
@@ -276,11 +277,11 @@ def test_the_audit_that_a_run_wrote_is_shown(tmp_path):
         "prompts": {"path": "p"},
         "scoring": {"sources": [{"url": "http://host:1"}]},
     }
-    settings = config.from_dict(ppo.PPORunConfig, values, "test")
+    settings = config.from_dict(run_config("ppo"), values, "test")
     run = make(tmp_path, ppo_records(1))
-    audit.save(settings, run / "audit.json")
-    page = Page(report.render(run))
     details = audit.details(settings)
+    audit.save(details, run / "audit.json")
+    page = Page(report.render(run))
     assert [a.get("class") for tag, a in page.elements if tag == "tr"].count("differs") == sum(
         value != original for _, _, value, original in details
     )

@@ -34,7 +34,7 @@ def test_a_forward_pass():
 
 def test_a_step(tmp_path):
     from megarlhf.config import from_dict
-    from megarlhf.train.ppo import PPORunConfig
+    from megarlhf.train.rl_config import run_config
 
     architecture = Architecture("llama", **SIZES)
 
@@ -44,7 +44,7 @@ def test_a_step(tmp_path):
             "sampler": {"response_length": 8}, "scoring": {"sources": [{"function": "judge:score"}]},
             "training": {"batch_size": 32, "epochs": 2, "micro_batch_size": 8}, **more,
         }  # fmt: skip
-        return work.ppo_step(from_dict(PPORunConfig, settings, "test"), architecture, 1)
+        return work.online_step(from_dict(run_config("ppo"), settings, "test"), architecture, 1)
 
     one, shared = step(), step(critic={"kind": "shared"})
     assert one["score"].flops == 0

@@ -1,0 +1,126 @@
+"""`megarlhf rl`: the section of the configuration that names the algorithm, and REINFORCE through the loop: the same
+numbers under every layout, exact resume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf import cli
+from tests.e2e.runs import CLI, finish
+from tests.e2e.test_ppo import records, settings  # noqa: F401, a fixture
+from tests.ranks import ROOT
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def path(settings, tmp_path_factory) -> Path:  # noqa: F811
+    """REINFORCE over the same models and data as PPO's tests, without a reward model."""
+    tree = yaml.safe_load(settings.read_text())
+    del tree["ppo"]
+    tree |= {
+        "reinforce": {"kl": {"controller": "adaptive", "horizon": 200}, "whiten_advantages": True},
+        "scoring": {"sources": [{"function": f"{ROOT}/tests/e2e/judge.py:score"}]},
+        "average": 0.5,
+        "optimizer": {"lr": 1e-3, "eps": 1e-4, "schedule": "constant"},
+    }
+    file = tmp_path_factory.mktemp("rl") / "reinforce.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def run_rl(path, cases):
+    """Several runs of the program on these ranks, one a case of overrides."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarlhf.cluster import parallel
+
+    program = cli.find("rl")
+    for overrides in cases:
+        loaded = program.load(path, overrides)
+        program.run(loaded, program.check(loaded, dist.get_world_size()), parallel.start(loaded.parallel))
+        parallel_state.destroy_model_parallel()
+
+
+def numbers(run):
+    timed = ("time", "tokens_per_second", "gate/")
+    return [{k: v for k, v in r.items() if not k.startswith(timed)} for r in records(run)]
+
+
+def test_reinforce_under_every_layout_and_resumed(ranks, path, tmp_path):
+    layouts = {
+        1: {"one": [], "half": ["training.steps=3"]},
+        2: {"dp2": []},
+        4: {"tp2pp2": ["parallel.tensor=2", "parallel.pipeline=2"]},
+    }
+    for world_size, cases in layouts.items():
+        given = [[*overrides, f"run={tmp_path / name}"] for name, overrides in cases.items()]
+        given += [[f"run={tmp_path / 'half'}"]] if world_size == 1 else []
+        ranks.run(world_size, run_rl, path, given)
+    one = numbers(tmp_path / "one")
+    assert len(one) == STEPS and numbers(tmp_path / "half") == one
+    assert {"reinforce/loss/policy", "objective/baseline", "objective/kl_coef"} <= one[0].keys()
+    assert not any(name.startswith("ppo/") for name in one[0])
+    assert one[0]["objective/baseline"] == 0 != one[1]["objective/baseline"]
+    assert abs(one[1]["objective/baseline"] - one[0]["objective/scores_total"]) < 1e-9  # of one batch so far
+    for name in ("dp2", "tp2pp2"):
+        for expected, got in zip(one, numbers(tmp_path / name), strict=True):
+            for key in expected:
+                if key not in ("step", "sampler/gap"):
+                    scale = max(abs(record[key]) for record in one)
+                    assert abs(got[key] - expected[key]) <= 3e-5 * scale, (name, got["step"], key)
+    assert (tmp_path / "one" / "checkpoints" / f"step_{STEPS:08d}" / "average").is_dir()
+    assert not (tmp_path / "one" / "checkpoints" / f"step_{STEPS:08d}" / "critic").exists()
+
+
+def test_the_score_rises(ranks, path, tmp_path):
+    overrides = [
+        f"run={tmp_path / 'run'}", "training={steps: 12, batch_size: 64, epochs: 1, micro_batch_size: 32}",
+        "sampler.micro_batch_size=32", "optimizer.lr=1e-2",
+    ]  # fmt: skip
+    ranks.run(1, run_rl, path, [overrides])
+    curve = [record["objective/scores"] for record in records(tmp_path / "run")]
+    assert sum(curve[-3:]) / 3 > curve[0] + 0.2, curve
+
+
+def test_ppo_by_its_other_name(path, tmp_path):
+    """`megarlhf rl` with an empty section ppo is `megarlhf ppo`."""
+    tree = yaml.safe_load(path.read_text())
+    del tree["reinforce"], tree["average"]
+    tree["training"]["steps"] = 1
+    for name, section in (("rl", {"ppo": None}), ("ppo", {})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree | section))
+        done = finish(sys.executable, *CLI, name, "--config", str(tmp_path / f"{name}.yaml"), f"run={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        assert "audit of PPO" in done.stderr
+    assert numbers(tmp_path / "rl") == numbers(tmp_path / "ppo")
+
+
+MISTAKES = {
+    "none": ("rl", ["reinforce"], {}, "no section names the algorithm; add one of: ppo, reinforce"),
+    "two": ("rl", [], {"ppo": {}}, "the sections reinforce and ppo name an algorithm each; keep one"),
+    "another": ("ppo", [], {}, "the section 'reinforce' names another algorithm than 'megarlhf ppo' runs"),
+    "critic": ("rl", [], {"critic": {"kind": "shared"}}, "reinforce has no critic; remove the section"),
+    "position": ("rl", [], {"reinforce": {"score_position": "last"}}, "reinforce.score_position: 'last' is"),
+    "exact": ("rl", [], {"reinforce": {"kl": {"estimator": "exact"}}, "sampler": {"top_k": 3}},
+              "reinforce.kl.estimator: exact is the KL of the whole vocabulary"),
+    "decay": ("rl", [], {"reinforce": {"baseline_decay": 1.0}}, "reinforce.baseline_decay: must be at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(path, tmp_path, capsys, name):
+    program, without, more, expected = MISTAKES[name]
+    tree = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in without}
+    (tmp_path / "run.yaml").write_text(json.dumps(tree | more, indent=1))
+    assert cli.main([program, "--config", str(tmp_path / "run.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+    if name not in ("position", "exact"):  # which sections of different lines decide together
+        assert f"{tmp_path}/run.yaml" in line

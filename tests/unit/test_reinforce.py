@@ -1,0 +1,58 @@
+"""REINFORCE against a slow loop, and on a bandit whose best policy is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarlhf.algorithms import reinforce
+from megarlhf.algorithms.kl import KLConfig
+from megarlhf.algorithms.reinforce import ReinforceConfig
+from megarlhf.batch import Batch
+from tests.unit.test_algorithms import LENGTH, MASKS, ROWS, STOPPED, close, rollout_of
+from tests.unit.test_bandit import trained
+
+STATE = {"kl_coef": 0.15, "baseline": 0.7, "baseline_weight": 0.1}
+
+
+@MASKS
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_advantages(mask, estimator):
+    batch = Batch(*rollout_of(mask))
+    config = ReinforceConfig(kl=KLConfig(estimator=estimator), gamma=0.9)
+    found = reinforce.make_experience(batch, STATE, config=config)
+    expected = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
+    k1 = batch.signals.logprobs - batch.signals.ref_logprobs
+    for b, length in enumerate(mask.sum(1).tolist()):
+        for t in range(length):
+            for u in range(t, length):  # a token's own penalty is always k1's
+                kl = k1[b, u] if estimator == "k1" or u == t else batch.signals.kl[b, u]
+                expected[b, t] += 0.9 ** (u - t) * -0.15 * kl
+            expected[b, t] += 0.9 ** (length - 1 - t) * batch.scores.scores[b] - 0.7
+    close(found.advantages, expected)
+
+
+def test_the_gradient_is_reinforces_and_stays_within_the_mask():
+    experience = reinforce.make_experience(Batch(*rollout_of(STOPPED)), STATE, config=ReinforceConfig())
+    logprobs = experience.logprobs.clone().requires_grad_()
+    total, count, _ = reinforce.policy_loss({"logprobs": logprobs, "entropy": torch.zeros(ROWS, LENGTH)}, experience)
+    total.backward()
+    close(logprobs.grad, -experience.advantages)
+    assert count == STOPPED.sum() and not logprobs.grad[~STOPPED].any()
+
+
+def test_the_baseline_is_a_weighted_mean_of_batches():
+    config, state, seen = ReinforceConfig(baseline_decay=0.8), STATE | {"baseline_weight": 0.0}, []
+    for score in (3.0, float("nan"), -1.0, 2.0):
+        state = reinforce.adapt(state, {"objective/kl": 1.0, "objective/scores_total": score}, 8, config=config)
+        seen += [score] if score == score else []
+        weights = [0.8**age for age in reversed(range(len(seen)))]
+        close(state["baseline"], sum(w * s for w, s in zip(weights, seen, strict=True)) / sum(weights))
+
+
+@pytest.mark.parametrize("more", [{}, {"baseline": "none"}], ids=["moving", "none"])
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_the_policy_reaches_the_optimum(estimator, more):
+    config = ReinforceConfig(kl=KLConfig(coef=1.0, estimator=estimator), **more)
+    assert trained(reinforce.algorithm(config), length=1) < 0.03
+    assert trained(reinforce.algorithm(config), length=2) < 0.1
