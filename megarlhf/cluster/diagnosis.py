@@ -11,7 +11,7 @@ from typing import Any
 
 _INNERMOST = 12  # calls of a stack that are shown whosever they are
 _OURS = "megarlhf/"
-_WAITS = ("torch/distributed/", "megarlhf/cluster/collectives.py", "megarlhf/cluster/shared_memory.py")
+_WAITS = ("torch/distributed/", "megarlhf/cpu/collectives.py", "megarlhf/cpu/shared_memory.py")
 
 
 @dataclass(frozen=True)

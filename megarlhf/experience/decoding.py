@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarlhf import batch, kernels
-from megarlhf.cluster import backend
+from megarlhf.cluster import operations
 from megarlhf.cluster.parallel import Topology
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # computed at once: they fit a CPU's cache, and fill a GPU
@@ -110,7 +110,7 @@ class Decoder:
             query, key, value = self._rotated(layer, fused, rotary)
             for store, new in ((cache.keys, key), (cache.values, value)):
                 store[layer, mine].unflatten(0, (rows, samples))[:, :, :, :length] = new.transpose(1, 2)[:, None]
-            context = backend.attend(
+            context = operations.attend(
                 query.flatten(2, 3).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask
             )
             return context.transpose(1, 2).flatten(2)
@@ -131,7 +131,7 @@ class Decoder:
             keys.index_copy_(2, cache.column, key[:, :, None])
             values.index_copy_(2, cache.column, value[:, :, None])
             # The query heads of a group see the same keys, as the tokens of a sequence do: no key is repeated.
-            return backend.attend(query, keys, values, cache.visible).flatten(1)
+            return operations.attend(query, keys, values, cache.visible).flatten(1)
 
         x = self._run(x, attend)
         cache.column.add_(1)
@@ -141,14 +141,14 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, H) after the final norm -> this rank's (B, V') logits, in float32 as the trainer's."""
         weight = self.chunk.head_weight()
-        return backend.linear(hidden, weight) if weight.dtype.itemsize > 2 else kernels.linear_logits(hidden, weight)
+        return operations.linear(hidden, weight) if weight.dtype.itemsize > 2 else kernels.linear_logits(hidden, weight)
 
     # ------------------------------------------------------------------------------------------- how
 
     def _run(self, x: Tensor, attend: Attend, read: slice | None = None) -> Tensor:
         """All layers. With `read`, the model's last layer goes on with those columns alone."""
         for index, layer in enumerate(self.layers):
-            fused = backend.linear(self._norm(x, *layer.attention_norm), *layer.qkv)
+            fused = operations.linear(self._norm(x, *layer.attention_norm), *layer.qkv)
             fused = fused.unflatten(-1, (self.groups, self.queries + 2, self.head_dim))
             context = attend(index, fused)
             if read is not None and self.final_norm is not None and layer is self.layers[-1]:
@@ -196,8 +196,8 @@ class Decoder:
 
     def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.group is None:
-            return backend.linear(x, weight, bias)
-        x = backend.linear(x, weight)
+            return operations.linear(x, weight, bias)
+        x = operations.linear(x, weight)
         dist.all_reduce(x, group=self.group)
         return x if bias is None else x + bias
 
@@ -208,7 +208,7 @@ class Decoder:
         return self.config.activation_func(gate) * up
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return backend.normalize(x, weight, bias, self.config)
+        return operations.normalize(x, weight, bias, self.config)
 
 
 class _Layer:

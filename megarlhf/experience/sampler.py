@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarlhf.batch import Prompts, Rollout, Sequences
-from megarlhf.cluster import backend
+from megarlhf.cluster import backend, cuda_graphs
 from megarlhf.config import UserError
 from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw, Sampled
@@ -131,7 +131,7 @@ class Sampler:
 
     def _hold_caches(self, held: bool) -> None:
         """Give the caches memory, or take it; whatever comes before or after has no use for what it left free."""
-        if backend.captures():
+        if cuda_graphs.captures():
             return
         if held:
             backend.trim()
@@ -211,7 +211,7 @@ class _Slot:
         hidden = (len(sampler.decoders), rows, config.hidden_size)
         self.received, self.sent = (torch.zeros(hidden, dtype=config.params_dtype, device=device) for _ in range(2))
         self.sending: list[tuple[dist.Work, Tensor]] = []
-        self.decode = [backend.captured(partial(self._decode, chunk)) for chunk in range(len(sampler.decoders))]
+        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(len(sampler.decoders))]
 
     @property
     def num_bytes(self) -> int:

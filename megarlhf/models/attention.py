@@ -1,7 +1,7 @@
 """Core attention over torch's scaled_dot_product_attention, for every backend.
 
 It honours a boolean mask everywhere (TE's causal attention does not look at one), takes torch's fused causal kernel
-when there is no mask, and knows grouped-query attention (`backend.attend`).
+when there is no mask, and knows grouped-query attention (`operations.attend`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megarlhf.cluster import backend
+from megarlhf.cluster import operations
 
 
 class Attention(MegatronModule):
@@ -32,7 +32,7 @@ class Attention(MegatronModule):
         # Under sequence parallelism the surrounding region already draws per rank.
         fork = dropout > 0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            context = backend.attend(
+            context = operations.attend(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
                 None if attention_mask is None else ~attention_mask,
                 dropout_p=dropout,

@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megarlhf.cluster.parallel import Topology
 from megarlhf.engine import Engine
 from megarlhf.models.gpt import GPT, Head
-from megarlhf.models.spec import Architecture, transformer_config
+from megarlhf.models.spec import Architecture
+from megarlhf.models.transformer_config import transformer_config
 from megarlhf.optim import OptimizerConfig
 
 Role = Literal["actor", "reference", "critic", "reward", "actor_critic"]

@@ -15,6 +15,7 @@ from megarlhf import batch
 from megarlhf.batch import Sequences
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
+from megarlhf.models import layer_specs
 from megarlhf.models.attention import Attention
 from megarlhf.models.embedding import WordEmbedding
 from megarlhf.models.heads import ScalarHead, WordHead
@@ -43,7 +44,7 @@ class GPT(GPTModel):
         words = head.startswith("logprobs")
         super().__init__(
             config,
-            backend.block_spec(
+            layer_specs.block_spec(
                 config,
                 Attention,
                 vp_stage,

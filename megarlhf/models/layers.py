@@ -57,7 +57,7 @@ class Layer(TransformerLayer):
 
 class ParallelResidualLayer(Layer):
     """x + attention(norm x) + mlp(norm' x): attention and MLP read the layer's input. `norm'` is a norm of its own
-    (gpt_neox, falcon 40B) or the same one (falcon 7B); see `backend.block_spec`."""
+    (gpt_neox, falcon 40B) or the same one (falcon 7B); see `layer_specs.block_spec`."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: Tensor | None = None, **_

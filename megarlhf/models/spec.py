@@ -17,9 +17,6 @@ from megarlhf.config import UserError
 from megarlhf.models import shapes
 
 if TYPE_CHECKING:
-    import torch
-    from megatron.core.transformer import TransformerConfig
-
     from megarlhf.cluster.parallel import ParallelConfig
 
 FILE = "architecture.yaml"
@@ -205,80 +202,3 @@ def check_length(architecture: Architecture, length: int, key: str) -> None:
             f"{key}: rows of {length} tokens are longer than the model's {architecture.max_position_embeddings} "
             f"positions; lower it"
         )
-
-
-def transformer_config(
-    architecture: Architecture,
-    *,
-    parallel: ParallelConfig,
-    dtype: torch.dtype,
-    dropout: float = 0.0,
-    recompute: Literal["none", "selective", "full"] = "none",
-) -> TransformerConfig:
-    """megatron-core's view of `architecture` on this layout and backend."""
-    import torch
-    import torch.nn.functional as F
-    from megatron.core.transformer import TransformerConfig
-
-    from megarlhf.cluster import backend
-
-    activation = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}[architecture.activation]
-    recomputation = {
-        "none": {},
-        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-        "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    }[recompute]
-    return TransformerConfig(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        normalization=architecture.normalization,
-        layernorm_epsilon=architecture.norm_epsilon,
-        activation_func=activation,
-        gated_linear_unit=architecture.gated_mlp,
-        add_bias_linear=architecture.linear_bias,
-        add_qkv_bias=architecture.qkv_bias or architecture.linear_bias,
-        qk_layernorm=architecture.qk_norm,
-        layernorm_zero_centered_gamma=architecture.zero_centered_norm,
-        # megatron marks a tensor-parallel weight only when it also initialises it; ours come from build.initialize
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        attention_softmax_in_fp32=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-        # The interleaved schedule sends both ways between the same two ranks; in one batch of messages over two stages
-        # activations and gradients would be taken for each other, silently.
-        overlap_p2p_comm=parallel.virtual_pipeline is not None,
-        batch_p2p_comm=parallel.virtual_pipeline is None,
-        sequence_parallel=parallel.sequence,
-        # Losses are sums with counts (see engine.py): Megatron divides by the count once, over all micro-batches and
-        # data-parallel ranks, so gradients do not depend on how a batch is cut.
-        calculate_per_token_loss=True,
-        # megatron refuses variable_seq_lengths with the default dispatcher even in dense models
-        moe_token_dispatcher_type="alltoall",
-        variable_seq_lengths=False,
-        **recomputation,
-        **backend.transformer_overrides(
-            swiglu=architecture.gated_mlp and architecture.activation == "silu", dtype=dtype
-        ),
-    )
-
-
-def _leave(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GPT-2's GELU ("gelu_new" in transformers)."""
-    import torch.nn.functional as F
-
-    return F.gelu(x, approximate="tanh")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.cluster import collectives, shared_memory
 from megarlhf.cluster.diagnosis import is_of_peer
+from megarlhf.cpu import collectives, shared_memory
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 SEVERAL_TURNS = shared_memory.HALF // 4 + 3  # more than one turn holds, and no multiple of it

@@ -107,7 +107,7 @@ def compare(architecture, dtype: str, topology, te) -> list[str]:
 
     chunks, states = [], []
     for uses in (False, True):
-        backend._uses_transformer_engine = lambda dtype, uses=uses: uses
+        backend.uses_transformer_engine = lambda dtype, uses=uses: uses
         engine = build("actor", architecture, topology, micro_batch_size=1, dtype=dtype, seed=3)
         chunks.append(engine.modules[0])
         states.append(sharded(engine))

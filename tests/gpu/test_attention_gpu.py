@@ -9,10 +9,10 @@ pytestmark = pytest.mark.gpu
 
 
 def attended(query, key, value, mask):
-    from megarlhf.cluster import backend
+    from megarlhf.cluster import operations
 
     inputs = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    context = backend.attend(*inputs, mask)
+    context = operations.attend(*inputs, mask)
     context.sum().backward()
     return [context, *(x.grad for x in inputs)]
 

@@ -18,7 +18,7 @@ def test_captured_decoding_is_eager_decoding(monkeypatch):
     """The same tokens whether the decode step is a CUDA graph or not, and twice in a row; fp32 against no cache."""
     import torch.distributed as dist
 
-    from megarlhf.cluster import backend
+    from megarlhf.cluster import backend, cuda_graphs
     from megarlhf.experience.sampler import Sampler, SamplerConfig, sample_without_cache
     from tests.distributed.layouts import layout
     from tests.distributed.test_sampler import FAMILIES, P, R, make_engine, make_prompts
@@ -31,7 +31,7 @@ def test_captured_decoding_is_eager_decoding(monkeypatch):
             config = SamplerConfig(response_length=R, micro_batch_size=16)
             captured = Sampler(engine, config, prompt_length=P, seed=1)
             first, second = (captured.sample(make_prompts(32)) for _ in range(2))
-            monkeypatch.setattr(backend, "captured", lambda step: step)
+            monkeypatch.setattr(cuda_graphs, "captured", lambda step: step)
             eager = Sampler(engine, config, prompt_length=P, seed=1).sample(make_prompts(32))
             assert torch.equal(first.tokens, eager.tokens) and torch.equal(second.tokens, eager.tokens)
             slow = sample_without_cache(engine, make_prompts(32), config, seed=1)

@@ -56,10 +56,10 @@ def test_a_cpu_rank_sets_nothing_and_needs_neither_te_nor_apex(tmp_path):
     package(tmp_path, "apex/optimizers", "class FusedAdam: ...\nclass FusedSGD: ...")
     done = python(
         "import os\n"
-        "from megarlhf.cluster import backend, cuda\n"
+        "from megarlhf.cluster import backend, cuda, fused_adam\n"
         "backend.install()\n"
         "import megatron.core.optimizer as optimizer\n"
-        "print(optimizer.Adam is backend.FusedAdam, sorted(set(cuda.ENVIRONMENT) & set(os.environ)))",
+        "print(optimizer.Adam is fused_adam.FusedAdam, sorted(set(cuda.ENVIRONMENT) & set(os.environ)))",
         PYTHONPATH=f"{tmp_path}:{ROOT}",
     )
     assert done.returncode == 0, done.stderr

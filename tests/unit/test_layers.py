@@ -23,11 +23,12 @@ LAYERS = (
     ("optim",),
     ("algorithms", "cluster", "report"),
     ("batch", "kernels", "metrics", "log"),
+    ("cpu",),
     ("records",),
     ("config",),
 )
 HEIGHT = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
-MEGATRON = ("cluster", "models", "engine", "optim", "checkpoint")
+MEGATRON = ("cluster", "cpu", "models", "engine", "optim", "checkpoint")
 PACKAGE = ROOT / "megarlhf"
 
 
@@ -43,13 +44,16 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, ".".join((*parts, alias.name))) for alias in node.names)
 
 
+def module_of(path: Path) -> str:
+    """megarlhf/a/b.py is "a.b", megarlhf/a/__init__.py is "a"."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
 def all_imports() -> Iterator[tuple[str, str, str]]:
     """(place for the message, importing module below megarlhf, imported name)."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         for line, name in imports(path):
-            yield f"{path.relative_to(ROOT)}:{line} imports {name}", module, name
+            yield f"{path.relative_to(ROOT)}:{line} imports {name}", module_of(path), name
 
 
 def test_every_part_has_a_layer():
@@ -66,6 +70,37 @@ def test_imports_go_downward():
         above, below = module.split(".")[0], rest[0]
         if above != below and HEIGHT[above] <= HEIGHT[below]:
             wrong.append(place)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_files_import_each_other():
+    """Nor several in a circle; imports inside functions and those for annotations alone count, too."""
+    modules = {module_of(path) for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for _, module, name in all_imports():
+        root, _, below = name.partition(".")
+        # `from a import b` is of the file a/b.py if there is one, otherwise of a name in a.py or a/__init__.py.
+        found = next((candidate for candidate in (below, below.rpartition(".")[0]) if candidate in modules), None)
+        if root == "megarlhf" and found:
+            graph[module].add(found)
+    reach = {module: set(others) for module, others in graph.items()}
+    for middle in modules:
+        for start in modules:
+            if middle in reach[start]:
+                reach[start] |= reach[middle]
+    circles = {" <-> ".join(sorted(other for other in reach[module] if module in reach[other])) for module in modules}
+    assert not circles - {""}, "\n".join(sorted(circles))
+
+
+def test_the_cpu_folder_is_imported_only_where_there_is_no_gpu():
+    """Inside functions: a rank on a GPU imports nothing of it."""
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "cpu" in path.parents:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarlhf.cpu"):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -132,11 +167,11 @@ def test_help_imports_neither_torch_nor_megatron():
 def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
     code = (
         "import sys, torch, megarlhf.train.rl\n"
-        "from megarlhf.cluster import backend\n"
+        "from megarlhf.cluster import backend, fused_adam\n"
         "with backend.lean_imports(): from transformers import LlamaConfig\n"
         "backend.install()\n"
         "import megarlhf.models.build\n"
-        "backend.FusedAdam([torch.nn.Parameter(torch.ones(1))]).zero_grad()\n"
+        "fused_adam.FusedAdam([torch.nn.Parameter(torch.ones(1))]).zero_grad()\n"
         "sys.exit(' '.join({'triton', 'torch._dynamo'} & set(sys.modules)) or 0)"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

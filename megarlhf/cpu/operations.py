@@ -1,4 +1,4 @@
-"""What TE and apex fuse on a GPU, for float32 on a CPU: as few passes over memory and calls into torch as there can be.
+"""What Transformer Engine and apex fuse on a GPU, for float32 on a CPU, in few passes over memory and few calls.
 
 Measured at 704 tokens x 256 channels, forward and backward: `rms_norm` and `rotate` take 0.5 and 0.6 of the time of the
 chains of torch operations that they stand for.
@@ -6,7 +6,10 @@ chains of torch operations that they stand for.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,22 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows of weight [V, H], whose gradient is added to `weight.main_grad` row by row: autograd's is a whole [V, H] a
     micro-batch. Megatron's protocol, as in `linear_logprobs`."""
     return _Embed.apply(weight, ids)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear where no gradient is needed. On AMD's processors through oneDNN: torch takes MKL for float32, which
+    keeps to AVX2 there and is half as fast. On Intel's MKL is the faster, by a tenth or two with few rows. In bfloat16
+    torch itself knows whether oneDNN can use the processor."""
+    if x.dtype != torch.float32 or _is_intel() or not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _is_intel() -> bool:
+    with contextlib.suppress(OSError):  # Linux only
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Megatron's collectives on CPU ranks: through shared memory where all ranks of a group are on one machine, and between
 machines without what gloo does too much (of a reduce-scatter it makes an all-reduce with copies, and it copies what it
-gathers twice). `backend` puts them in the place of torch.distributed's."""
+gathers twice). `megatron.py` puts them in the place of torch.distributed's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.cluster import shared_memory
+from megarlhf.cpu import shared_memory
 
 READERS = 4  # ranks that may each read the whole of all others'; for more, gloo's all-reduce in parts moves less
 

@@ -1,10 +1,10 @@
-"""kernels/cpu.py against autograd in float64."""
+"""megarlhf/cpu/operations.py against autograd in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megarlhf.kernels import cpu
+from megarlhf.cpu import operations as cpu
 
 
 def turned(t, freqs):

@@ -1,0 +1,70 @@
+"""What layers a model is built of: Transformer Engine's or megatron's own, and the settings that go with them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megarlhf.cluster import backend, operations
+
+
+def block_spec(
+    config: TransformerConfig,
+    core_attention: type,
+    vp_stage: int | None,
+    *,
+    layer_type: type | None = None,
+    shared_norm: bool = False,
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, for bfloat16; megatron's local
+    ones otherwise; always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches
+    would be silently wrong.) `layer_type` stands for megatron's TransformerLayer; with `shared_norm` its attention and
+    MLP have one norm between them."""
+    if backend.uses_transformer_engine(config.params_dtype):
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        norm = TENorm
+        layer = copy.deepcopy(
+            gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        )
+        if shared_norm:  # not fused with one of the two linear layers that read it
+            layer.submodules.input_layernorm = norm
+            layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    else:
+        norm = Norm
+        layer = copy.deepcopy(gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization))
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if config.qk_layernorm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = norm
+        if shared_norm:
+            layer.submodules.pre_mlp_layernorm = IdentityOp
+    layer.submodules.self_attention.submodules.core_attention = core_attention
+    layer.module = layer_type or layer.module
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm for layer specs without TE. Megatron's own refuses sequence parallelism; this one marks its
+    parameters so that `finalize_model_grads` sums their gradients over the tensor-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_):
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=backend.device()))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=backend.device()))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return operations.normalize(x, self.weight, self.bias, self.config)
