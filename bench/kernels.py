@@ -2,8 +2,9 @@
 
     python bench/kernels.py [--quick] [--json FILE] [--device cpu|cuda] [--threads N]
 
-Measures forward + backward of the token log-probabilities (no entropy: the others have none) of random logits, given or
-made by the head from hidden states. Every method runs in a process of its own, because peak memory has no other honest
+Measures forward + backward of the token log-probabilities (no entropy: the others have none), made by the head from
+hidden states ("linear"), or of given random logits ("given": of ours the row kernels, as the head calls them for a
+chunk; the gradient takes the place of the logits). Every method runs in a process of its own, because peak memory has no other honest
 measure on a CPU (peak resident set size, less what was resident before the call) and because an allocator that another
 method has warmed hides its page faults. Time is process CPU time on a CPU, the least of the repetitions; rounds
 alternate between the methods. On CUDA: wall time between synchronisations, and the allocator's peak.
@@ -28,6 +29,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from megarlhf.kernels import shard
+
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARIES = (32000, 50257, 128256)
 
@@ -39,16 +42,33 @@ def given_naive(logits, labels):
     return F.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
 
 
-def given_ours(logits, labels):
-    from megarlhf.kernels import logprobs
+class RowKernels(torch.autograd.Function):
+    """What `linear_logprobs` does with the logits of a chunk."""
 
-    return logprobs(logits, labels).logprobs
+    @staticmethod
+    def forward(ctx, logits, labels, backend):
+        ctx.options = shard.CallOptions.of(
+            logits, logits.shape[1], temperature=1.0, vocab_size=None, tp_group=None, backend=backend
+        )
+        stats = ctx.options.kernels.logprob_stats(logits, labels, temperature=1.0, with_entropy=False)
+        merged = shard.merge(stats[None], ctx.options)
+        ctx.save_for_backward(logits, labels, stats, merged.weights[0])
+        return merged.logprobs
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, labels, stats, weight = ctx.saved_tensors
+        scalars = shard.grad_scalars(ctx.options, weight, None, grad, None)
+        shard.write_logprob_grad(ctx.options, logits, labels, stats, logits.detach(), scalars)
+        return logits, None, None
+
+
+def given_ours(logits, labels):
+    return RowKernels.apply(logits, labels, "auto")
 
 
 def given_ours_torch(logits, labels):
-    from megarlhf.kernels import logprobs
-
-    return logprobs(logits, labels, backend="torch").logprobs
+    return RowKernels.apply(logits, labels, "torch")
 
 
 def given_megatron(logits, labels):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megarlhf import kernels
-from megarlhf.kernels import reference
-from megarlhf.kernels.shard import tp_size
+from megarlhf.kernels.kl import kl_of_logits
+from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, tp_size, write_logprob_grad
+from tests import reference
 
 VOCABULARIES = (7, 257, 32000, 50257, 128256)
 TEMPERATURES = (0.1, 0.7, 2.0)
@@ -52,7 +53,7 @@ class Given:
         self.whole[0, 1, 1 : vocabulary // 2] = -torch.inf  # the label of this row is elsewhere
         self.ref = (self.whole + torch.randn(2, 4, padded, generator=generator) * 0.5).to(dtype)
         self.labels = torch.randint(vocabulary, (2, 4), generator=generator)
-        self.labels[0] = torch.tensor([0, vocabulary - 1, -100, vocabulary // 2])
+        self.labels[0] = torch.tensor([0, vocabulary - 1, vocabulary // 3, vocabulary // 2])
         self.whole[..., vocabulary:] = 30.0
         self.weights = torch.randn(3, 2, 4, generator=generator)
         self.device, self.tp_group = device, tp_group
@@ -72,9 +73,9 @@ class Given:
         padded[..., : self.vocabulary] = expected
         mine = self.shard(padded)
         assert relative(grad, mine) < tolerance, ("gradient", relative(grad, mine))
-        impossible = (self.whole == -torch.inf) | (self.labels == -100)[..., None]
+        impossible = self.whole == -torch.inf
         impossible[..., self.vocabulary :] = True
-        assert not grad[self.shard(impossible)].any(), "ignored rows, padding and impossible classes have no gradient"
+        assert not grad[self.shard(impossible)].any(), "padding and impossible classes have no gradient"
         sums = grad.double().sum(-1)
         if self.tp_group is not None:
             dist.all_reduce(sums, group=self.tp_group)
@@ -83,55 +84,51 @@ class Given:
         assert (sums.abs() <= slack).all(), ("row sums of d logits", sums, slack)
 
 
+def given_logprobs(x, labels, weights, options: CallOptions):
+    """Log-probs and entropies of the given logits x (N, V'), and the gradient of their sums weighted by `weights`
+    (2, N), which takes the place of x: what `linear_logprobs` does with a chunk."""
+    local = options.local(labels)
+    stats = options.kernels.logprob_stats(
+        x[:, : options.width], local, temperature=options.temperature, with_entropy=options.with_entropy
+    )
+    merged = merge(gather(stats, options.tp_group), options)
+    grad_entropy = weights[1] if options.entropy_grad else None
+    scalars = grad_scalars(options, merged.weights[options.rank], merged.entropy, weights[0], grad_entropy)
+    write_logprob_grad(options, x, local, stats, x, scalars)
+    return merged.logprobs, merged.entropy
+
+
 def check_logprobs(backend: str, vocabulary: int, dtype: torch.dtype, temperature: float, tp_group=None, device="cpu"):
     case = Given(vocabulary, dtype, tp_group, device)
-    options = dict(temperature=temperature, vocab_size=vocabulary, tp_group=tp_group, backend=backend)
-    labels = case.labels.to(device)
     leaf = case.true(case.whole).requires_grad_()
     expected = reference.logprobs(leaf, case.labels, temperature=temperature)
     for with_entropy in (False, True):
-        logits = case.shard(case.whole).requires_grad_() * 1
-        original = logits.data_ptr()
-        output = kernels.logprobs(logits, labels, with_entropy=with_entropy, **options)
-        assert output.logprobs.dtype == torch.float32 and not output.lse.requires_grad
-        near("logprobs", output.logprobs, expected.logprobs, **LOGPROB)
-        near("lse", output.lse, expected.lse, atol=1e-5, rtol=2e-7)
-        loss = (output.logprobs * case.weights[0].to(device)).sum()
+        x = case.shard(case.whole).flatten(0, 1).clone()  # the gradient takes its place
+        options = CallOptions.of(
+            x, case.columns, temperature=temperature, vocab_size=vocabulary, tp_group=tp_group, backend=backend,
+            with_entropy=with_entropy, entropy_grad=True,
+        )  # fmt: skip
+        weights = case.weights.flatten(1).to(device)
+        logprobs, entropy = given_logprobs(x, case.labels.to(device), weights, options)
+        assert logprobs.dtype == torch.float32
+        near("logprobs", logprobs.view(2, 4), expected.logprobs, **LOGPROB)
         wanted = (expected.logprobs * case.weights[0]).sum()
         if with_entropy:
-            near("entropy", output.entropy, expected.entropy, **ENTROPY)
-            loss = loss + (output.entropy * case.weights[1].to(device)).sum()
+            near("entropy", entropy.view(2, 4), expected.entropy, **ENTROPY)
             wanted = wanted + (expected.entropy * case.weights[1]).sum()
-        (grad,) = torch.autograd.grad(loss, logits)
         (exact,) = torch.autograd.grad(wanted, leaf, retain_graph=True)
-        assert grad.data_ptr() == original, "the gradient must be where the logits were"
-        case.check_gradient(grad, exact, temperature)
+        case.check_gradient(x.view(2, 4, -1), exact, temperature)
 
 
 def check_kl(backend: str, vocabulary: int, dtype: torch.dtype, temperature: float, tp_group=None, device="cpu"):
     case = Given(vocabulary, dtype, tp_group, device)
-    options = dict(temperature=temperature, vocab_size=vocabulary, tp_group=tp_group, backend=backend)
-    labels = case.labels.to(device)
-    leaf = case.true(case.whole).requires_grad_()
-    expected = reference.policy_ref_kl(leaf, case.true(case.ref), case.labels, temperature=temperature)
-    for with_entropy in (False, True):
-        logits, ref = case.shard(case.whole).requires_grad_() * 1, case.shard(case.ref)
-        before = ref.clone()
-        output = kernels.policy_ref_kl(logits, ref, labels, with_entropy=with_entropy, **options)
-        for name in ("logprobs", "ref_logprobs"):
-            near(name, getattr(output, name), getattr(expected, name), **LOGPROB)
-        near("kl", output.kl, expected.kl, atol=1e-5, rtol=2e-6)
-        assert (output.kl >= 0).all()
-        loss = (output.logprobs * case.weights[0].to(device) + output.kl * case.weights[2].to(device)).sum()
-        wanted = (expected.logprobs * case.weights[0] + expected.kl * case.weights[2]).sum()
-        if with_entropy:
-            near("entropy", output.entropy, expected.entropy, **ENTROPY)
-            loss = loss + (output.entropy * case.weights[1].to(device)).sum()
-            wanted = wanted + (expected.entropy * case.weights[1]).sum()
-        (grad,) = torch.autograd.grad(loss, logits)
-        (exact,) = torch.autograd.grad(wanted, leaf, retain_graph=True)
-        case.check_gradient(grad, exact, temperature)
-        assert torch.equal(ref, before), "the reference's logits are not ours to overwrite"
+    expected = reference.policy_ref_kl(case.true(case.whole), case.true(case.ref), temperature=temperature)
+    x, ref = case.shard(case.whole).flatten(0, 1), case.shard(case.ref).flatten(0, 1)
+    kl = kl_of_logits(x, ref, CallOptions.of(
+        x, case.columns, temperature=temperature, vocab_size=vocabulary, tp_group=tp_group, backend=backend
+    ))  # fmt: skip
+    near("kl", kl.view(2, 4), expected, atol=1e-5, rtol=2e-6)
+    assert (kl >= 0).all()
 
 
 SELECTIONS = {
@@ -154,7 +151,6 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     weight = torch.randn(columns * tp, hidden_size, generator=generator).to(dtype)
     selected = 12 if rows is None else len(torch.arange(12)[rows])
     labels = torch.randint(vocabulary, (selected,), generator=generator)
-    labels[1:2] = -100
     weights = torch.randn(2, selected, generator=generator)
 
     h64, w64 = hidden.double().requires_grad_(), weight[:vocabulary].double().requires_grad_()
@@ -168,7 +164,7 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     output = kernels.linear_logprobs(
         h, w, labels.to(device), rows=rows.to(device) if isinstance(rows, torch.Tensor) else rows, temperature=0.7,
         with_entropy=with_entropy, vocab_size=vocabulary, tp_group=tp_group, sequence_parallel=sequence_parallel,
-        chunk_rows=5, backend=backend, debug=True,
+        chunk_rows=5, backend=backend,
     )  # fmt: skip
     loss = output.logprobs * weights[0].to(device)
     if with_entropy:

@@ -25,6 +25,7 @@ def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **consta
     types = {name: f"*{logits}" for name in ("X", "REF", "OUT")} | {"scale": "fp32"}
     types |= dict.fromkeys(("LABELS", "IDS", "STEP"), "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
     constants = constants or {"ENTROPY": entropy, "BLOCK": block}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
     def type_of(name: str) -> str:
         return "constexpr" if name in constants else types.get(name, "*fp32" if name.isupper() else "i32")
@@ -61,15 +62,14 @@ def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **consta
 
 def main() -> None:
     shapes = {
-        rows.logprob_stats_kernel: lambda entropy: (rows.STATS_BLOCK, rows.STATS_WARPS),
-        rows.logprob_grad_kernel: lambda entropy: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
-        rows.kl_stats_kernel: lambda entropy: (rows.KL_BLOCK, rows.KL_WARPS[entropy]),
-        rows.kl_grad_kernel: lambda entropy: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
+        rows.logprob_stats_kernel: (rows.STATS_BLOCK, rows.STATS_WARPS),
+        rows.logprob_grad_kernel: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
+        rows.kl_stats_kernel: (rows.KL_BLOCK, rows.KL_WARPS),
     }
     print(json.dumps({
-        f"{kernel.__name__} {logits}{' entropy' * entropy}": measure(kernel, logits, entropy, *shape(entropy))
+        f"{kernel.__name__} {logits}{' entropy' * entropy}": measure(kernel, logits, entropy, *shape)
         for kernel, shape in shapes.items() for logits in ("bf16", "fp32") for entropy in (False, True)
-        if logits == "bf16" or kernel in (rows.logprob_stats_kernel, rows.logprob_grad_kernel)
+        if kernel != rows.kl_stats_kernel or (logits, entropy) == ("bf16", False)
     }))  # fmt: skip
 
 

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from megarlhf.checkpoint import checksums, steps
 from megarlhf.checkpoint.checksums import Checksum
-from megarlhf.checkpoint.loading import inspect, load, reason
+from megarlhf.checkpoint.loading import Saveable, inspect, load, reason
 from megarlhf.checkpoint.steps import LATEST, STATE, read_state
 from megarlhf.cluster import lease, watchdog
 from megarlhf.config import UserError
@@ -49,13 +49,6 @@ class CheckpointConfig:
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-
-
-class Saveable(Protocol):
-    def sharded_state(
-        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
-    ) -> dict[str, Any]: ...
-    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...]) -> None: ...
 
 
 class Checkpoints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -14,8 +14,14 @@ from megarlhf.checkpoint import checksums, pickles
 from megarlhf.cluster import watchdog
 from megarlhf.config import UserError
 
-if TYPE_CHECKING:
-    from megarlhf.checkpoint import Saveable
+
+class Saveable(Protocol):
+    """What this package saves and loads; `engine.Engine` is one."""
+
+    def sharded_state(
+        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
+    ) -> dict[str, Any]: ...
+    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...]) -> None: ...
 
 
 def inspect(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,9 @@ from torch import Tensor
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+# A token is drawn in two levels (`sampling`): a block of so many vocabulary ids, and an id of it. A stream for each.
+BLOCK = 128
+BLOCK_NOISE, TOKEN_NOISE = 0, 1
 WORD = 0xFFFFFFFF
 
 

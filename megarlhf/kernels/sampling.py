@@ -22,7 +22,6 @@ ranks, T temperature.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,12 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarlhf.kernels.noise import gumbel
-from megarlhf.kernels.shard import NO_MAXIMUM, gather, tp_size
-from megarlhf.kernels.torch_rows import BLOCK_BYTES, LN2
+from megarlhf.kernels import torch_rows
+from megarlhf.kernels.noise import BLOCK, BLOCK_NOISE, TOKEN_NOISE, gumbel
+from megarlhf.kernels.shard import gather, row_kernels, tp_size
+from megarlhf.kernels.torch_rows import BLOCK_BYTES, LN2, NO_MAXIMUM
 
-BLOCK = 128  # vocabulary ids
-BLOCK_NOISE, TOKEN_NOISE = 0, 1  # streams
 RADIX_BITS = 8  # of a filter's threshold, found in one round
 
 
@@ -101,20 +99,21 @@ def sample(
     start = rank * columns
     x = logits_shard[:, : min(max(vocab_size - start, 0), columns)]
     threshold = None if draw.greedy else _threshold(x, draw, tp_group)
-    if backend == "auto":
-        backend = "triton" if x.is_cuda and importlib.util.find_spec("triton") is not None else "torch"
-    rows = torch_records
-    if backend == "triton":
-        from megarlhf.kernels.triton_sampling import triton_records as rows
-    records = rows(x, draw, start=start, threshold=threshold, seed=seed, sequence_ids=sequence_ids, step=step,
-                   with_entropy=with_entropy)  # fmt: skip
+    records_of = torch_records
+    if row_kernels(x, backend) is not torch_rows:
+        from megarlhf.kernels.triton_sampling import triton_records as records_of
+    records = records_of(
+        x, temperature=draw.temperature, greedy=draw.greedy, start=start, threshold=threshold, seed=seed,
+        sequence_ids=sequence_ids, step=step, with_entropy=with_entropy,
+    )  # fmt: skip
     return _winner(gather(records, tp_group), draw, vocab_size, with_entropy)
 
 
 def torch_records(
     x: Tensor,
-    draw: Draw,
     *,
+    temperature: float,
+    greedy: bool,
     start: int,
     threshold: Tensor | None,
     seed: int,
@@ -136,7 +135,7 @@ def torch_records(
     top.copy_(x.amax(-1))
     sums = x.new_empty(len(x), -(-width // BLOCK), dtype=torch.float32)
     for rows, z, e in _row_blocks(x, with_entropy):
-        z.copy_(x[rows]).sub_(top[rows, None]).mul_(1 / (LN2 * draw.temperature))  # exp2 is faster than exp on a CPU
+        z.copy_(x[rows]).sub_(top[rows, None]).mul_(1 / (LN2 * temperature))  # exp2 is faster than exp on a CPU
         if with_entropy:
             z.clamp_(min=NO_MAXIMUM)  # 0 * -inf
         torch.exp2(z, out=e)
@@ -146,19 +145,19 @@ def torch_records(
             torch.sum(z.mul_(e), -1, out=moment[rows]).mul_(LN2)
         if threshold is not None:
             _block_sums(e.masked_fill_(x[rows] < threshold[rows, None], 0), sums[rows])
-    if draw.greedy:
+    if greedy:
         column = x.argmax(-1)
     else:
         noise = gumbel(seed, sequence_ids, step, stream=BLOCK_NOISE, first=start // BLOCK, count=sums.shape[1])
         best, block = (sums.log() + noise).max(-1)
         score.copy_(best)
-        column = _within(x, block, top, draw, threshold, seed, sequence_ids, step)
+        column = _within(x, block, top, temperature, threshold, seed, sequence_ids, step)
     token.copy_(column + start)
     logit.copy_(x.gather(1, column[:, None])[:, 0])
     return records
 
 
-def _within(x, block: Tensor, top: Tensor, draw: Draw, threshold, seed: int, sequence_ids, step) -> Tensor:
+def _within(x, block: Tensor, top: Tensor, temperature: float, threshold, seed: int, sequence_ids, step) -> Tensor:
     """The column chosen within each row's `block` (N,)."""
     place = torch.arange(BLOCK, device=x.device)
     columns = block[:, None] * BLOCK + place
@@ -167,7 +166,7 @@ def _within(x, block: Tensor, top: Tensor, draw: Draw, threshold, seed: int, seq
     if threshold is not None:
         possible &= inside >= threshold[:, None]
     noise = gumbel(seed, sequence_ids, step, stream=TOKEN_NOISE, first=0, count=BLOCK)
-    scores = ((inside - top[:, None]) / draw.temperature + noise).masked_fill_(~possible, -torch.inf)
+    scores = ((inside - top[:, None]) / temperature + noise).masked_fill_(~possible, -torch.inf)
     return block * BLOCK + scores.argmax(-1)
 
 

@@ -16,9 +16,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarlhf.kernels.shard import NO_MAXIMUM
-
 LN2 = math.log(2)
+
+# The maximum of no columns, and of columns that are all -inf: finite, so that no difference of maxima is nan, and a
+# power of 2, so that scaling it is exact.
+NO_MAXIMUM = -(2.0**100)
 
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**28}  # of one scratch buffer: half of a core's cache; enough to fill a GPU
 
@@ -52,39 +54,21 @@ def logprob_grad(
         _add_at_label(out[rows], labels[rows], onehot[rows])
 
 
-def kl_stats(x: Tensor, ref: Tensor, labels: Tensor, *, temperature: float, with_entropy: bool) -> Tensor:
-    """-> (N, 8): `logprob_stats` of the policy's `x`, then of `ref` with sum_v e_v (x_v - ref_v) / temperature, e the
-    policy's, in the place of its moment.
+def kl_stats(x: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
+    """(N, V') logits of the policy and of the reference -> (N, 5): the policy's top and sum e, sum e (x - ref) /
+    temperature, and the reference's top and sum e.
 
     A class that the policy cannot choose adds nothing, whatever the reference says of it.
     """
-    stats = x.new_zeros(len(x), 8, dtype=_accumulator(x))
+    stats = x.new_zeros(len(x), 5, dtype=_accumulator(x))
     for rows, z, e, difference in _blocks(x, 3):
-        top, size, moment, label, ref_top, ref_size, distance, ref_label = stats[rows].unbind(-1)
+        top, size, distance, ref_top, ref_size = stats[rows].unbind(-1)
         _exponents(ref[rows], _top(ref[rows], ref_top), z, temperature)
         torch.sum(torch.exp2(z, out=e), -1, out=ref_size)
-        _label_logit(ref[rows], labels[rows], ref_label)
         _exponents(x[rows], _top(x[rows], top), z, temperature)
         torch.sum(torch.exp2(z, out=e), -1, out=size)
-        _label_logit(x[rows], labels[rows], label)
-        if with_entropy:
-            torch.sum(z.mul_(e), -1, out=moment).mul_(LN2)
         torch.sum(_distance(x[rows], ref[rows], e, difference), -1, out=distance).div_(temperature)
     return stats
-
-
-def kl_grad(
-    x: Tensor, ref: Tensor, labels: Tensor, stats: Tensor, out: Tensor, *, temperature: float, constant: Tensor,
-    slope: Tensor | None, distance: Tensor, onehot: Tensor,
-) -> None:  # fmt: skip
-    """out = e (constant + slope z + distance (x - ref) / temperature) + [v = label] onehot; as `logprob_grad`."""
-    for rows, z, e, difference in _blocks(x, 3):
-        _exponents(x[rows], stats[rows, 0], z, temperature)
-        torch.exp2(z, out=e)
-        _distance(x[rows], ref[rows], e, difference).mul_(distance[rows, None] / temperature)
-        factor = constant[rows, None] if slope is None else _line(z, constant[rows], slope[rows])
-        torch.add(e.mul_(factor), difference, out=out[rows])
-        _add_at_label(out[rows], labels[rows], onehot[rows])
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

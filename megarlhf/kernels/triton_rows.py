@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.shard import NO_MAXIMUM
+from megarlhf.kernels.torch_rows import NO_MAXIMUM
 
 LN2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(NO_MAXIMUM)
 
 # Columns of a tile and warps of a program: as many elements a thread as fit 128 registers.
 STATS_BLOCK, STATS_WARPS = 4096, 4
-KL_BLOCK, KL_WARPS = 2048, {False: 4, True: 8}  # without and with entropy
+KL_BLOCK, KL_WARPS = 2048, 4
 GRAD_BLOCK, GRAD_WARPS = 4096, 8
 
 
@@ -46,7 +46,12 @@ def logprob_stats_kernel(X, LABELS, STATS, stride_x, columns, scale, ENTROPY: tl
     if full < columns:
         x = tl.load(X + full + lanes, mask=full + lanes < columns, other=float("-inf")).to(tl.float32)
         top, base, size, moment, _ = add_tile(x, top, base, size, moment, scale, ENTROPY)
-    store_row(STATS + row * 4, X, LABELS + row, top, base, size, moment, scale, ENTROPY)
+    STATS += row * 4
+    unit, error = store_size(STATS, top, base, size, scale)
+    if ENTROPY:
+        tl.store(STATS + 2, unit * (tl.sum(moment, 0) - error * tl.sum(size, 0)) * LN2)
+    label = tl.load(LABELS + row)
+    tl.store(STATS + 3, tl.load(X + label, mask=label >= 0, other=0).to(tl.float32))
 
 
 @triton.jit
@@ -70,18 +75,14 @@ def add_tile(x, top, base, size, moment, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def store_row(STATS, X, LABEL, top, base, size, moment, scale, MOMENT: tl.constexpr):
-    """What a row came to, relative to its maximum itself: `base` was rounded, the sums are off by 2^error."""
+def store_size(STATS, top, base, size, scale):
+    """A row's maximum and its sum of e, relative to that maximum itself: `base` was rounded, the sums are off by
+    2^error. Returns (the factor that corrects such a sum, error)."""
     error = tl.fma(top, scale, -base)
     unit = tl.exp2(-error)
-    total = tl.sum(size, 0)
     tl.store(STATS, top)
-    tl.store(STATS + 1, unit * total)
-    if MOMENT:
-        tl.store(STATS + 2, unit * (tl.sum(moment, 0) - error * total) * LN2)
-    label = tl.load(LABEL)
-    tl.store(STATS + 3, tl.load(X + label, mask=label >= 0, other=0).to(tl.float32))
-    return unit
+    tl.store(STATS + 1, unit * tl.sum(size, 0))
+    return unit, error
 
 
 @triton.jit
@@ -121,63 +122,44 @@ def store_tile(OUT, column, whole, columns, d):
 
 
 @triton.jit
-def kl_stats_kernel(X, REF, LABELS, STATS, stride_x, stride_ref, columns, scale, ENTROPY: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
+def kl_stats_kernel(X, REF, STATS, stride_x, stride_ref, columns, scale, BLOCK: tl.constexpr):
     """One row of `kl_stats`."""
     row = tl.program_id(0).to(tl.int64)
     X += row * stride_x
     REF += row * stride_ref
+    STATS += row * 5
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros((BLOCK,), tl.float32)
-    top, base, size, moment = LOWEST, LOWEST * scale, zeros, zeros
-    ref_top, ref_base, ref_size, distance = LOWEST, LOWEST * scale, zeros, zeros
+    top, base, size, distance = LOWEST, LOWEST * scale, zeros, zeros
+    ref_top, ref_base, ref_size = LOWEST, LOWEST * scale, zeros
     full = columns // BLOCK * BLOCK
     # One pair of tiles on its way, 32 KB an SM. A second pair's bookkeeping would cost more instructions than there is
     # room for: 24 a pair of elements.
     for start in tl.range(0, full, BLOCK, num_stages=2):
         x = tl.load(X + start + lanes).to(tl.float32)
         ref = tl.load(REF + start + lanes).to(tl.float32)
-        top, base, size, moment, ref_top, ref_base, ref_size, distance = add_pair(
-            x, ref, top, base, size, moment, ref_top, ref_base, ref_size, distance, scale, ENTROPY
+        top, base, size, distance, ref_top, ref_base, ref_size = add_pair(
+            x, ref, top, base, size, distance, ref_top, ref_base, ref_size, scale
         )
     if full < columns:
         x = tl.load(X + full + lanes, mask=full + lanes < columns, other=float("-inf")).to(tl.float32)
         ref = tl.load(REF + full + lanes, mask=full + lanes < columns, other=float("-inf")).to(tl.float32)
-        top, base, size, moment, ref_top, ref_base, ref_size, distance = add_pair(
-            x, ref, top, base, size, moment, ref_top, ref_base, ref_size, distance, scale, ENTROPY
+        top, base, size, distance, ref_top, ref_base, ref_size = add_pair(
+            x, ref, top, base, size, distance, ref_top, ref_base, ref_size, scale
         )
-    unit = store_row(STATS + row * 8, X, LABELS + row, top, base, size, moment, scale, ENTROPY)
-    store_row(STATS + row * 8 + 4, REF, LABELS + row, ref_top, ref_base, ref_size, zeros, scale, False)
-    tl.store(STATS + row * 8 + 6, unit * tl.sum(distance, 0) * scale * LN2)
+    unit, _ = store_size(STATS, top, base, size, scale)
+    tl.store(STATS + 2, unit * tl.sum(distance, 0) * scale * LN2)
+    store_size(STATS + 3, ref_top, ref_base, ref_size, scale)
 
 
 @triton.jit
-def add_pair(x, ref, top, base, size, moment, ref_top, ref_base, ref_size, distance, scale, ENTROPY: tl.constexpr):
+def add_pair(x, ref, top, base, size, distance, ref_top, ref_base, ref_size, scale):
     """`add_tile` of the policy's and the reference's; distance is sum_v e (x - ref), also relative to `base`."""
     ref_top, ref_base, ref_size, _, _ = add_tile(ref, ref_top, ref_base, ref_size, distance, scale, False)
     before = base
-    top, base, size, moment, e = add_tile(x, top, base, size, moment, scale, ENTROPY)
+    top, base, size, _, e = add_tile(x, top, base, size, distance, scale, False)
     distance = distance * tl.exp2(before - base) + distance_of(x, ref, e)
-    return top, base, size, moment, ref_top, ref_base, ref_size, distance
-
-
-@triton.jit
-def kl_grad_kernel(X, REF, OUT, LABELS, STATS, CONSTANT, SLOPE, DISTANCE, ONEHOT, stride_x, stride_ref, stride_out,
-                   columns, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One tile of a row of `kl_grad`."""
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK
-    column = start + tl.arange(0, BLOCK)
-    x = load_tile(X + row * stride_x, column, start + BLOCK <= columns, columns)
-    ref = load_tile(REF + row * stride_ref, column, start + BLOCK <= columns, columns)
-    z = tl.maximum((x - tl.load(STATS + row * 8)) * scale, LOWEST)
-    e = tl.exp2(z)
-    factor = tl.load(CONSTANT + row)
-    if ENTROPY:
-        factor += z * (tl.load(SLOPE + row) * LN2)
-    d = e * factor + distance_of(x, ref, e) * (tl.load(DISTANCE + row) * scale * LN2)
-    d = tl.where(column == tl.load(LABELS + row).to(tl.int32), d + tl.load(ONEHOT + row), d)
-    store_tile(OUT + row * stride_out, column, start + BLOCK <= columns, columns, d)
+    return top, base, size, distance, ref_top, ref_base, ref_size
 
 
 @triton.jit
@@ -208,26 +190,14 @@ def logprob_grad(
         )  # fmt: skip
 
 
-def kl_stats(x: Tensor, ref: Tensor, labels: Tensor, *, temperature: float, with_entropy: bool) -> Tensor:
-    stats = x.new_zeros(len(x), 8, dtype=torch.float32)
+def kl_stats(x: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
+    stats = x.new_zeros(len(x), 5, dtype=torch.float32)
     if len(x):
         kl_stats_kernel[len(x),](
-            x, ref, labels, stats, x.stride(0), ref.stride(0), x.shape[1], scale_of(temperature),
-            ENTROPY=with_entropy, BLOCK=KL_BLOCK, num_warps=KL_WARPS[with_entropy], enable_fp_fusion=True,
+            x, ref, stats, x.stride(0), ref.stride(0), x.shape[1], scale_of(temperature),
+            BLOCK=KL_BLOCK, num_warps=KL_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return stats
-
-
-def kl_grad(
-    x: Tensor, ref: Tensor, labels: Tensor, stats: Tensor, out: Tensor, *, temperature: float, constant: Tensor,
-    slope: Tensor | None, distance: Tensor, onehot: Tensor,
-) -> None:  # fmt: skip
-    if x.numel():
-        kl_grad_kernel[len(x), triton.cdiv(x.shape[1], GRAD_BLOCK)](
-            x, ref, out, labels, stats, constant, slope, distance, onehot, x.stride(0), ref.stride(0), out.stride(0),
-            x.shape[1], scale_of(temperature), ENTROPY=slope is not None, BLOCK=GRAD_BLOCK,
-            num_warps=GRAD_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
 
 
 def scale_of(temperature: float) -> float:

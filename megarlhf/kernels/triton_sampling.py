@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarlhf.kernels.noise import split_seed
-from megarlhf.kernels.sampling import BLOCK, BLOCK_NOISE, TOKEN_NOISE, Draw
-from megarlhf.kernels.shard import NO_MAXIMUM
+from megarlhf.kernels.noise import BLOCK, BLOCK_NOISE, TOKEN_NOISE, split_seed
+from megarlhf.kernels.torch_rows import NO_MAXIMUM
 from megarlhf.kernels.triton_rows import LN2, LOWEST, scale_of
 
 TILE_BLOCKS, TILE_WARPS = 16, 4  # blocks of a program of the first kernel
@@ -110,8 +109,9 @@ def gumbel(ID, STEP, seed_low, seed_high, index, STREAM: tl.constexpr):
 
 def triton_records(
     x: Tensor,
-    draw: Draw,
     *,
+    temperature: float,
+    greedy: bool,
     start: int,
     threshold: Tensor | None,
     seed: int,
@@ -129,14 +129,14 @@ def triton_records(
     stats = x.new_empty(rows, 4, blocks, dtype=torch.float32)
     filtering = threshold is not None
     threshold = records if threshold is None else threshold  # any pointer
-    scale = scale_of(draw.temperature)
+    scale = scale_of(temperature)
     block_stats_kernel[rows, triton.cdiv(blocks, TILE_BLOCKS)](
         x, stats, threshold, x.stride(0), width, blocks, scale,
         ENTROPY=with_entropy, FILTER=filtering, TILE=TILE_BLOCKS, num_warps=TILE_WARPS,
     )  # fmt: skip
     pick_kernel[rows,](
         x, stats, threshold, sequence_ids, step, records, x.stride(0), width, blocks, start, *split_seed(seed), scale,
-        GREEDY=draw.greedy, ENTROPY=with_entropy, FILTER=filtering, BLOCKS=triton.next_power_of_2(blocks),
+        GREEDY=greedy, ENTROPY=with_entropy, FILTER=filtering, BLOCKS=triton.next_power_of_2(blocks),
         FIRST_STREAM=BLOCK_NOISE, SECOND_STREAM=TOKEN_NOISE, num_warps=PICK_WARPS,
     )  # fmt: skip
     return records

@@ -68,13 +68,13 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
     ) -> Tensor:  # fmt: skip
         """(B, R) fp32: the exact KL(policy || reference) of each response token's distribution, 0 where it does not
         count. `ref_weight`: the reference's `weight`."""
-        counted, labels = self._counted(compared)
+        counted, _ = self._counted(compared)
         own, other = (
             states.transpose(0, 1).flatten(0, 1)[counted]
             for states in (self.states(hidden, compared), compared.ref_states)
         )
         kl = kernels.linear_policy_ref_kl(
-            own, weight, other, ref_weight, labels,
+            own, weight, other, ref_weight,
             temperature=temperature, vocab_size=vocab_size, tp_group=self.tp_group,
         )  # fmt: skip
         return self._response_aligned(kl, counted, compared)

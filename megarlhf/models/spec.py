@@ -1,7 +1,7 @@
 """`Architecture`: what a model *is*, apart from any checkpoint format, layout or precision.
 
 Every checkpoint of this project carries its architecture (`architecture.yaml`), the converters translate it from and to
-other projects' configurations, and `transformer_config` turns it into megatron-core's TransformerConfig.
+other projects' configurations, and `models/transformer_config.py` turns it into megatron-core's TransformerConfig.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 from megarlhf import config as configuration
 from megarlhf.config import UserError
-from megarlhf.models import shapes
 
 if TYPE_CHECKING:
     from megarlhf.cluster.parallel import ParallelConfig
 
+Shape = tuple[int, ...]
+
 FILE = "architecture.yaml"
+# Training pads the rows of these to what its tensor-parallel size needs (`Architecture.padded_vocab_size`).
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # Sizes must be less: layers and experts are gone through one by one, and sampling holds ids in float32.
 MOST = {"num_layers": 2**14, "num_experts": 2**12, "vocab_size": 2**24}
 RANGES = (("norm_epsilon", 0, 0.1), ("rotary_base", 1, 1e12), ("rotary_percent", 0, 1), ("init_std", 0, 10))
@@ -130,7 +133,49 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Trainable parameters, norms and biases included, vocabulary padding not."""
-        return sum(math.prod(shape) for shape in shapes.shapes(self).values())
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def shapes(self) -> dict[str, Shape]:
+        """Every weight of the model in megatron-core's distributed checkpoints, name -> shape, without vocabulary
+        padding. Layer numbers are global and in the name."""
+        h, f, v = self.hidden_size, self.ffn_hidden_size, self.vocab_size
+        attention = self.num_attention_heads * self.kv_channels
+        qkv = attention + 2 * self.num_query_groups * self.kv_channels
+        fc1 = 2 * f if self.gated_mlp else f
+        norm = ("weight",) if self.normalization == "RMSNorm" else ("weight", "bias")
+
+        out: dict[str, Shape] = {"embedding.word_embeddings.weight": (v, h)}
+        if self.position_embedding == "learned":
+            out["embedding.position_embeddings.weight"] = (self.max_position_embeddings, h)
+        for i in range(self.num_layers):
+            layer = f"decoder.layers.{i}"
+            for kind in norm:
+                out[f"{layer}.self_attention.linear_qkv.layer_norm_{kind}"] = (h,)
+                if self.qk_norm:
+                    for which in "qk":
+                        out[f"{layer}.self_attention.{which}_layernorm.{kind}"] = (self.kv_channels,)
+                if self.num_experts:
+                    out[f"{layer}.pre_mlp_layernorm.{kind}"] = (h,)
+                elif not self.shared_norm:
+                    out[f"{layer}.mlp.linear_fc1.layer_norm_{kind}"] = (h,)
+            mlps = ["mlp"]
+            if self.num_experts:
+                out[f"{layer}.mlp.router.weight"] = (self.num_experts, h)
+                mlps = [f"mlp.experts.experts.{expert}" for expert in range(self.num_experts)]
+            for name, rows, columns in (
+                ("self_attention.linear_qkv", qkv, h),
+                ("self_attention.linear_proj", h, attention),
+                *((f"{mlp}.linear_fc1", fc1, h) for mlp in mlps),
+                *((f"{mlp}.linear_fc2", h, f) for mlp in mlps),
+            ):
+                out[f"{layer}.{name}.weight"] = (rows, columns)
+                if self.linear_bias or (self.qkv_bias and name.endswith("qkv")):
+                    out[f"{layer}.{name}.bias"] = (rows,)
+        for kind in norm:
+            out[f"decoder.final_layernorm.{kind}"] = (h,)
+        if not self.tie_embeddings:
+            out["output_layer.weight"] = (v, h)
+        return out
 
     def padded_vocab_size(self, tensor: int) -> int:
         """Rows of the embedding at this tensor-parallel size: a multiple of 128 a rank, as megatron's default. The

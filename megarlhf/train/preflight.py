@@ -20,8 +20,7 @@ from megarlhf import checkpoint, config
 from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
 from megarlhf.models.locate import find_model
-from megarlhf.models.shapes import VOCABULARY, shapes
-from megarlhf.models.spec import FILE, Architecture
+from megarlhf.models.spec import FILE, VOCABULARY, Architecture
 from megarlhf.train.program import Program
 from megarlhf.train.settings import RunConfig
 from megarlhf.train.setup import check_writable, existing
@@ -162,7 +161,7 @@ def check_model(directory: Path) -> str:
 def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Names and shapes as in a checkpoint: megatron stacks the layers."""
     out = {}
-    for name, shape in shapes(architecture).items():
+    for name, shape in architecture.shapes().items():
         if name.startswith("decoder.layers."):
             _, _, number, rest = name.split(".", 3)
             if number == "0":

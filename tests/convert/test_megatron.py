@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.models import shapes as layout
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import VOCABULARY, Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
 from tools.convert import convert, torch_dist
 
@@ -35,7 +34,7 @@ def sharded(values: dict[str, torch.Tensor | tuple[int, ...]], gated: bool, padd
         axis = next((axis for end, axis in CUT.items() if name.endswith(end)), None)
         loading = not isinstance(value, torch.Tensor)
         tensor = torch.empty(value) if loading else value
-        if name in layout.VOCABULARY:
+        if name in VOCABULARY:
             tensor = torch.cat([tensor, torch.full((padded - len(tensor), tensor.shape[1]), 7.0)])
         sizes = [1 + max(column) for column in zip(*stacks[key], strict=True)]  # layers; layers and experts
         prepended = [(axis, i, n) for axis, (i, n) in enumerate(zip(place, sizes, strict=True))]
@@ -47,7 +46,7 @@ def sharded(values: dict[str, torch.Tensor | tuple[int, ...]], gated: bool, padd
                 offsets.append((axis + len(prepended), half * size + rank, size * halves))
             out[name, half] = ShardedTensor.from_rank_offsets(
                 key, part.clone(), *offsets, prepend_axis_num=len(prepended),
-                replica_id=rank if axis is None else 0, allow_shape_mismatch=name in layout.VOCABULARY,
+                replica_id=rank if axis is None else 0, allow_shape_mismatch=name in VOCABULARY,
             )  # fmt: skip
     return {f"{name}|{half}": tensor for (name, half), tensor in out.items()}
 
@@ -55,7 +54,7 @@ def sharded(values: dict[str, torch.Tensor | tuple[int, ...]], gated: bool, padd
 def load(directory: str, gated: bool, padded: int) -> dict[str, torch.Tensor]:
     from megatron.core import dist_checkpointing
 
-    shapes = layout.shapes(Architecture.load(Path(directory)))
+    shapes = Architecture.load(Path(directory)).shapes()
     return dist_checkpointing.load(sharded(shapes, gated, padded), directory)
 
 
@@ -81,7 +80,7 @@ def test_megatron_loads_what_we_write(case, size, ranks, tmp_path):
         axis = next((axis for end, axis in CUT.items() if name.endswith(end)), None)
         halves = [[answer[f"{name}|{half}"] for answer in loaded] for half in (0, 1) if f"{name}|{half}" in loaded[0]]
         whole = halves[0][0] if axis is None else torch.cat([part for half in halves for part in half], dim=axis)
-        if name in layout.VOCABULARY:
+        if name in VOCABULARY:
             assert whole.shape[0] == 64
             whole = whole[:vocabulary]
         assert torch.equal(whole, reader.read(name)), name

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarlhf.models import shapes as layout
 from megarlhf.models.spec import Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
 from tests.ranks import ROOT
@@ -256,6 +255,6 @@ def test_weights_that_megatron_lm_wrote(shared, tmp_path):
     ours = torch_dist.Reader(tmp_path / "ours" / "actor", 500)
     theirs = torch_dist.Reader(shared / "fixtures" / "megatron" / "tiny_llama_torchdist_tp2pp2" / "iter_0000010", 500)
     assert ours.specs == theirs.specs
-    assert ours.specs.keys() == layout.shapes(Architecture.load(tmp_path / "ours" / "actor")).keys()
+    assert ours.specs.keys() == Architecture.load(tmp_path / "ours" / "actor").shapes().keys()
     for name in ours.specs:
         assert torch.equal(ours.read(name), theirs.read(name)), name

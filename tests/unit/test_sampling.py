@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from megarlhf.kernels import reference
 from megarlhf.kernels.noise import gumbel, philox
 from megarlhf.kernels.sampling import Draw, sample, torch_records
+from tests import reference
 from tests.unit.test_kernels import run_python
 
 STEP = torch.tensor(0)
@@ -174,9 +174,10 @@ def check_triton(device):
         ids = torch.arange(16, device=device) * (2**30 + 7)
         for options, start in zip(OPTIONS * 2, [0] * 4 + [1280] * 4, strict=True):
             threshold = None if options.greedy or options == Draw() else logits.float().quantile(0.9, dim=1)
-            arguments = dict(start=start, threshold=threshold, seed=seed, sequence_ids=ids,
-                             step=torch.tensor(3, device=device), with_entropy=True)  # fmt: skip
-            got, want = (rows(logits, options, **arguments) for rows in (triton_records, torch_records))
+            arguments = dict(temperature=options.temperature, greedy=options.greedy, start=start, threshold=threshold,
+                             seed=seed, sequence_ids=ids, step=torch.tensor(3, device=device),
+                             with_entropy=True)  # fmt: skip
+            got, want = (rows(logits, **arguments) for rows in (triton_records, torch_records))
             assert torch.equal(got[:, 1:4], want[:, 1:4]), (vocab_size, options, start)  # token, its logit, top
             torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-5)
 

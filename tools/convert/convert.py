@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
-from megarlhf.models.shapes import Shape
+from megarlhf.models.spec import Shape
 from tools.convert import archives, certificate, exports, huggingface, registry, sources, spm, torch_dist
 from tools.convert.certificate import Hashes
 from tools.convert.registry import Step

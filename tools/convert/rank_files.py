@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
-from megarlhf.models.shapes import VOCABULARY
+from megarlhf.models.spec import VOCABULARY
 from tools.convert.mapping import cat
 from tools.convert.storage import Spec
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from megarlhf import config as configuration
 from megarlhf.config import UserError
-from megarlhf.models import shapes as layout
-from megarlhf.models.shapes import Shape
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import Architecture, Shape
 from tools.convert.families import falcon, gemma, gpt2, gpt_neox, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from tools.convert.mapping import Family, Row
 from tools.convert.storage import understood
@@ -94,14 +92,14 @@ def expand(architecture: Architecture) -> list[Row]:
             if "{i}" in row.ours:
                 theirs = tuple(name.replace("{i}", str(i)) for name in row.theirs)
                 rows.append(Row(theirs, row.ours.replace("{i}", str(i)), row.pair))
-    assert sorted(row.ours for row in rows) == sorted(layout.shapes(architecture))
+    assert sorted(row.ours for row in rows) == sorted(architecture.shapes())
     return rows
 
 
 def our_shapes(architecture: Architecture, scalar: bool = False) -> dict[str, Shape]:
     """The shape of every weight of ours; with `scalar` of the model that has a scalar head instead of the output
     layer."""
-    ours = layout.shapes(architecture)
+    ours = architecture.shapes()
     if scalar:
         ours.pop("output_layer.weight", None)
         ours |= {"value_head.weight": (1, architecture.hidden_size), **{name: (1,) for name in CONSTANTS}}
@@ -110,7 +108,7 @@ def our_shapes(architecture: Architecture, scalar: bool = False) -> dict[str, Sh
 
 def their_shapes(architecture: Architecture, scalar: bool = False) -> dict[str, Shape]:
     """The shape of every weight of theirs; they follow from ours through the table."""
-    ours = layout.shapes(architecture)
+    ours = architecture.shapes()
     theirs: dict[str, Shape] = {}
     for row in _rows(architecture, scalar):
         parts = row.pair.to_theirs(torch.empty(ours[row.ours], device="meta"))

@@ -14,8 +14,7 @@ import yaml
 
 from megarlhf.checkpoint import pickles
 from megarlhf.config import UserError
-from megarlhf.models.shapes import VOCABULARY, Shape
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import VOCABULARY, Architecture, Shape
 from tools.convert import huggingface, megatron_keys, rank_files, registry, torch_dist, vocabulary
 from tools.convert.keys import Keys
 from tools.convert.mapping import Family

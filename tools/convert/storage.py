@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import UserError
-from megarlhf.models.shapes import Shape
+from megarlhf.models.spec import Shape
 
 SHARD_BYTES = 5_000_000_000
 

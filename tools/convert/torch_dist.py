@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megarlhf.checkpoint import pickles, zips
 from megarlhf.checkpoint.checksums import Checksum, HashedFile, without_crc
 from megarlhf.config import UserError
-from megarlhf.models.shapes import VOCABULARY
+from megarlhf.models.spec import VOCABULARY
 from tools.convert.storage import Spec, flush, reserve
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
