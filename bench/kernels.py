@@ -4,10 +4,12 @@
 
 Measures forward + backward of the token log-probabilities (no entropy: the others have none), made by the head from
 hidden states ("linear"), or of given random logits ("given": of ours the row kernels, as the head calls them for a
-chunk; the gradient takes the place of the logits). Every method runs in a process of its own, because peak memory has no other honest
-measure on a CPU (peak resident set size, less what was resident before the call) and because an allocator that another
-method has warmed hides its page faults. Time is process CPU time on a CPU, the least of the repetitions; rounds
-alternate between the methods. On CUDA: wall time between synchronisations, and the allocator's peak.
+chunk; the gradient takes the place of the logits).
+
+Every method runs in a process of its own, because peak memory has no other honest measure on a CPU (peak resident set
+size, less what was resident before the call) and because an allocator that another method has warmed hides its page
+faults. Time is process CPU time on a CPU, the least of the repetitions; rounds alternate between the methods. On CUDA:
+wall time between synchronisations, and the allocator's peak.
 
 Bandwidth is effective: the bytes that have to move (logits read once forward, read and written once backward) by the
 time taken. The last lines are the bounds that the project holds itself to; the exit status is 1 if one is missed.

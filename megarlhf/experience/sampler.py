@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megarlhf.batch import Prompts, Rollout, Sequences
+from megarlhf.batch import Prompts, Rollout
 from megarlhf.cluster import backend, cuda_graphs
 from megarlhf.config import UserError
 from megarlhf.kernels import sampling
@@ -112,7 +111,7 @@ class Sampler:
             chunk.eval()
         self.engine.sync_params()
         prompts = prompts.to(backend.device())
-        sequence_ids = _sample_ids(prompts, samples)
+        sequence_ids = sample_ids(prompts, samples)
         shape = (len(sequence_ids), config.response_length)
         results = {
             "tokens": torch.full(shape, self.pad_id, device=sequence_ids.device),
@@ -127,7 +126,7 @@ class Sampler:
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
                 dist.broadcast(value, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
-        return _rollout(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
+        return rollout_of(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
 
     def _hold_caches(self, held: bool) -> None:
         """Give the caches memory, or take it; whatever comes before or after has no use for what it left free."""
@@ -286,49 +285,6 @@ class _Slot:
         self.sending.clear()
 
 
-def sample_without_cache(
-    engine: Engine,
-    prompts: Prompts,
-    config: SamplerConfig,
-    *,
-    seed: int = 0,
-    eos_id: int | None = None,
-    with_entropy: bool = False,
-) -> Rollout:
-    """What `Sampler.sample` returns, by a full forward pass of the model for every token: slow, and so simple that the
-    cached sampler is tested against it."""
-    architecture, topology = engine.modules[0].architecture, engine.topology
-    prompts = prompts.to(backend.device())
-    length, response_length = prompts.tokens.shape[1], config.response_length
-    sequence_ids = _sample_ids(prompts, config.samples_per_prompt)
-    tokens = prompts.tokens.repeat_interleave(config.samples_per_prompt, 0)
-    tokens = F.pad(tokens, (0, response_length), value=architecture.vocab_size)
-    segments = F.pad(prompts.valid.long().repeat_interleave(config.samples_per_prompt, 0), (0, response_length))
-    nothing = torch.zeros(len(tokens), response_length, dtype=torch.bool, device=tokens.device)
-    drawn = []
-    for step in range(response_length):
-        rows = Sequences(tokens=tokens, mask=nothing, segments=segments, prompt_len=length)
-        sampled = sampling.sample(
-            engine.forward(rows, logits_at=length + step - 1)["logits"],
-            config,
-            seed=seed,
-            sequence_ids=sequence_ids,
-            step=torch.tensor(step, device=tokens.device),
-            vocab_size=architecture.vocab_size,
-            with_entropy=with_entropy,
-            tp_group=topology.tensor_group,
-        )
-        tokens[:, length + step] = sampled.tokens
-        segments[:, length + step] = 1
-        drawn.append(sampled)
-    results = {
-        name: torch.stack(values, 1)
-        for name, *values in zip(Sampled._fields, *drawn, strict=True)
-        if values[0] is not None
-    }
-    return _rollout(prompts, sequence_ids, results, config, eos_id, architecture.vocab_size)
-
-
 def check(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:
     """Refuse (UserError) what cannot be sampled from a model of this `models.spec.Architecture`."""
     length, table = prompt_length + config.response_length, architecture.max_position_embeddings
@@ -349,14 +305,15 @@ def check(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: in
         )
 
 
-def _sample_ids(prompts: Prompts, samples: int) -> Tensor:
+def sample_ids(prompts: Prompts, samples: int) -> Tensor:
     """(N,) sequence ids of the samples."""
     return (prompts.sequence_ids[:, None] * samples + torch.arange(samples, device=prompts.tokens.device)).flatten()
 
 
-def _rollout(
+def rollout_of(
     prompts: Prompts, sequence_ids: Tensor, results: dict[str, Tensor], config: SamplerConfig, eos_id, pad_id: int
 ) -> Rollout:
+    """The prompts with their sampled responses; `results`: tokens, log-probs and perhaps entropies, (N, R) each."""
     mask = torch.ones_like(results["tokens"], dtype=torch.bool)
     if config.stop_at_eos:
         is_eos = results["tokens"] == eos_id

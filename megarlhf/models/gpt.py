@@ -90,15 +90,13 @@ class GPT(GPTModel):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        logits_at: int | None = None,
         with_states: bool = False,
         ref_weight: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Hidden states [S, B, H] for the next stage (its sequence shard under sequence parallelism); on the last stage
-        the head's outputs by name, each (B, R) in fp32. Options are for the log-prob head; with `logits_at` its output
-        is {"logits": (B, V')} instead, this rank's columns of the logits at that column of the sequences. `with_states`
-        adds "states", (B, R, H), from which the response is predicted; `ref_weight`, the head's weight of the reference
-        whose states the sequences carry (`Compared`), adds "kl"."""
+        the head's outputs by name, each (B, R) in fp32. `temperature` and `with_entropy` are options of the log-prob
+        head. `with_states` adds "states", (B, R, H), from which the response is predicted. `ref_weight`, the head's
+        weight of the reference whose states the sequences carry (`Compared`), adds "kl"."""
         tokens, segments = sequences.tokens, sequences.segments
         hidden = None  # set_input_tensor gave the decoder the previous stage's
         if self.pre_process:
@@ -120,8 +118,6 @@ class GPT(GPTModel):
         hidden = self.decoder(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)
         if not self.post_process:
             return hidden
-        if logits_at is not None:
-            return {"logits": self.output_layer.logits(hidden, logits_at - unread, weight=self.head_weight())}
         outputs = self.value_head(hidden, sequences) if self.head != "logprobs" else {}
         if self.has_words:
             outputs |= self.output_layer(

@@ -90,13 +90,6 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         rows, responses = sequences.mask.shape
         return values.new_zeros(responses * rows).index_put((counted,), values).view(responses, rows).t()
 
-    def logits(self, hidden: Tensor, column: int, *, weight: Tensor) -> Tensor:
-        """(B, V'): this rank's columns of the logits, in fp32, at one `column` of the sequences; `hidden` as in
-        `forward`."""
-        if self.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        return kernels.linear_logits(hidden[column], weight)
-
 
 class ScalarHead(nn.Module):
     """One number a token, in fp32: a critic's values or a reward model's scores (detail G1).

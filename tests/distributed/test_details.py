@@ -14,6 +14,7 @@ from megarlhf.models.build import build
 from megarlhf.optim import OptimizerConfig, epsilon, learning_rate
 from megarlhf.train.reward import NormalizationConfig, normalise
 from tests.distributed.layouts import GPT2, LLAMA, examples, layout, share
+from tests.uncached import response_logits
 
 PROMPT = 10
 
@@ -53,7 +54,7 @@ def heads(family, sizes):
                                     temperature=0.5, signals=frozenset({"kl", "values"}))  # fmt: skip
         results["exact"] = {"kl": signals.kl}
         logits = [
-            torch.stack([engine.forward(mine, logits_at=column)["logits"] for column in range(PROMPT - 1, 23)], 1)
+            response_logits(engine, mine)
             if topology.parallel.tensor == 1 else None for engine in (engines["actor"], other)
         ]  # fmt: skip
         target = NormalizationConfig(prompts=None, mean=0.5, std=2.0)

@@ -10,12 +10,13 @@ import torch
 
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
-from megarlhf.experience.sampler import Sampler, SamplerConfig, check, sample_without_cache
+from megarlhf.experience.sampler import Sampler, SamplerConfig, check
 from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw
 from megarlhf.models.build import build
 from megarlhf.models.spec import RopeScaling
 from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, layout
+from tests.uncached import sample_without_cache
 
 P, R, ROWS = 8, 16, 512
 FAMILIES = {

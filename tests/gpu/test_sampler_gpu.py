@@ -19,9 +19,10 @@ def test_captured_decoding_is_eager_decoding(monkeypatch):
     import torch.distributed as dist
 
     from megarlhf.cluster import backend, cuda_graphs
-    from megarlhf.experience.sampler import Sampler, SamplerConfig, sample_without_cache
+    from megarlhf.experience.sampler import Sampler, SamplerConfig
     from tests.distributed.layouts import layout
     from tests.distributed.test_sampler import FAMILIES, P, R, make_engine, make_prompts
+    from tests.uncached import sample_without_cache
 
     backend.install()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

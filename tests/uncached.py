@@ -1,0 +1,69 @@
+"""Logits, and sampling without a cache: a full forward pass of the trainer's model for every token. Slow, and so simple
+that the sampler is tested against it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarlhf import kernels
+from megarlhf.batch import Prompts, Rollout, Sequences
+from megarlhf.cluster import backend
+from megarlhf.engine import Engine
+from megarlhf.experience.sampler import SamplerConfig, rollout_of, sample_ids
+from megarlhf.kernels import sampling
+from megarlhf.kernels.sampling import Sampled
+
+
+def response_logits(engine: Engine, rows: Sequences) -> Tensor:
+    """(B, R, V'): this tensor-parallel rank's columns of the logits of the response tokens, on every stage."""
+    states = engine.forward(rows, with_states=True)["states"]
+    outputs = {}
+    if engine.topology.last_stage:
+        logits = kernels.linear_logits(states.flatten(0, 1), engine.modules[-1].head_weight())
+        outputs["logits"] = logits.unflatten(0, states.shape[:2])
+    return engine._from_last_stage(outputs)["logits"]
+
+
+@torch.no_grad()
+def sample_without_cache(
+    engine: Engine,
+    prompts: Prompts,
+    config: SamplerConfig,
+    *,
+    seed: int = 0,
+    eos_id: int | None = None,
+    with_entropy: bool = False,
+) -> Rollout:
+    """What `Sampler.sample` returns."""
+    architecture, topology = engine.modules[0].architecture, engine.topology
+    prompts = prompts.to(backend.device())
+    length, response_length = prompts.tokens.shape[1], config.response_length
+    sequence_ids = sample_ids(prompts, config.samples_per_prompt)
+    tokens = prompts.tokens.repeat_interleave(config.samples_per_prompt, 0)
+    tokens = F.pad(tokens, (0, response_length), value=architecture.vocab_size)
+    segments = F.pad(prompts.valid.long().repeat_interleave(config.samples_per_prompt, 0), (0, response_length))
+    nothing = torch.zeros(len(tokens), response_length, dtype=torch.bool, device=tokens.device)
+    drawn = []
+    for step in range(response_length):
+        rows = Sequences(tokens=tokens, mask=nothing, segments=segments, prompt_len=length)
+        sampled = sampling.sample(
+            response_logits(engine, rows)[:, step],
+            config,
+            seed=seed,
+            sequence_ids=sequence_ids,
+            step=torch.tensor(step, device=tokens.device),
+            vocab_size=architecture.vocab_size,
+            with_entropy=with_entropy,
+            tp_group=topology.tensor_group,
+        )
+        tokens[:, length + step] = sampled.tokens
+        segments[:, length + step] = 1
+        drawn.append(sampled)
+    results = {
+        name: torch.stack(values, 1)
+        for name, *values in zip(Sampled._fields, *drawn, strict=True)
+        if values[0] is not None
+    }
+    return rollout_of(prompts, sequence_ids, results, config, eos_id, architecture.vocab_size)
