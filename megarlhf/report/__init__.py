@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
@@ -21,8 +22,7 @@ from typing import Any
 
 from megarlhf import config as configuration
 from megarlhf.config import UserError
-from megarlhf.report.charts import GROUPS, Chart, Points, draw, number, stacked
-from megarlhf.report.page import page
+from megarlhf.report.charts import GROUPS, Chart, Figure, Points, draw, number, stacked
 
 LAST_TIME = 253402300800  # seconds since the epoch: the year 10000, which has no date
 SHOWN, UNFOLDED = 100, 8  # rows of the table of samples
@@ -87,15 +87,22 @@ def write(run: Path, output: Path) -> Path:
 
 def render(run: Path) -> str:
     """The page of the run directory `run`."""
+    import jinja2
+
     found = read(run)
-    sections = {group: _grid(found, charts) for group, charts in (GROUPS | {"Other": _others(found)}).items()}
-    sections["Phases"] = _phases(found)
-    sections["Samples"] = _samples(found)
-    sections["Audit"] = _audit(found)
-    sections["Configuration"] = (
-        f"<details><summary>run.yaml, resolved</summary><pre>{escape(found.yaml)}</pre></details>"
-    )
-    return page(found.name, _header(found), {name: body for name, body in sections.items() if body})
+    grids = {group: _grid(found, charts) for group, charts in (GROUPS | {"Other": _others(found)}).items()}
+    values = {
+        "facts": _facts(found),
+        "tiles": [tile for highlight in HIGHLIGHTS if (tile := _tile(found, *highlight))],
+        "phases": _phases(found),
+        "samples": _samples(found),
+    }
+    rest = {"Phases": values["phases"], "Samples": values["samples"], "Audit": found.audit, "Configuration": True}
+    sections = [name for name, content in (grids | rest).items() if content]
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {"means": _means, "sha256": lambda text: b64encode(sha256(text.encode()).digest()).decode()}
+    template = page.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    return template.render(run=found, grids=grids, sections=sections, **values)
 
 
 def read(directory: Path) -> Run:
@@ -172,7 +179,8 @@ def _finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _header(run: Run) -> str:
+def _facts(run: Run) -> dict[str, Any]:
+    """What the page says of the run at its top."""
     program = "ppo" if "ppo" in run.config else "reward" if "normalization" in run.config else "sft"
     times = [time for record in run.records if _finite(time := record.get("time")) and 0 <= time < LAST_TIME]
     done = max((record["step"] for record in run.records), default=0)
@@ -196,23 +204,18 @@ def _header(run: Run) -> str:
     refused = sum("objective/scores" in record and "ppo/loss/policy" not in record for record in run.records)
     if refused:
         facts["batches not learned from"] = refused
-    rows = "".join(f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>" for name, value in facts.items())
-    tiles = "".join(_tile(run, *highlight) for highlight in HIGHLIGHTS)
-    below = f'<div class="tiles">{tiles}</div>' if tiles else "<p>No step is recorded yet.</p>"
-    return f"<h1>{escape(run.name)}</h1><dl>{rows}</dl>{below}"
+    return facts
 
 
-def _tile(run: Run, label: str, name: str, better: int) -> str:
-    """The first and the last value of a number."""
+def _tile(run: Run, label: str, name: str, better: int) -> dict[str, Any] | None:
+    """The first and the last value of a number; None if the run has none."""
     points = [point for point in run.series(name) if _finite(point[1])]
     if not points:
-        return ""
+        return None
     (start, first), (end, last) = points[0], points[-1]
     kind = "" if not better or first == last else "good" if (last > first) == (better > 0) else "bad"
-    values, steps = f'<b class="{kind}">{number(last, 3)}</b>', f"step {end}"
-    if len(points) > 1:
-        values, steps = f"{number(first, 3)} <span>→</span> {values}", f"step {start} → {end}"
-    return f'<div class="tile"><h3>{label}</h3><p>{values}</p><small>{steps}</small></div>'
+    before = number(first, 3) if len(points) > 1 else ""
+    return {"label": label, "first": before, "last": number(last, 3), "kind": kind, "start": start, "end": end}
 
 
 def _others(run: Run) -> tuple[Chart, ...]:
@@ -222,7 +225,7 @@ def _others(run: Run) -> tuple[Chart, ...]:
     return tuple(Chart(name, "", {name: name}) for name in names)
 
 
-def _grid(run: Run, charts: tuple[Chart, ...]) -> str:
+def _grid(run: Run, charts: tuple[Chart, ...]) -> list[Figure]:
     drawn = []
     for chart in charts:
         level: Any = chart.level[1] if chart.level else None
@@ -230,10 +233,10 @@ def _grid(run: Run, charts: tuple[Chart, ...]) -> str:
             level = None
         level = run.setting(level) if isinstance(level, str) else level
         drawn.append(draw(chart, run.series, level if _finite(level) else None))
-    return f'<div class="grid">{"".join(drawn)}</div>' if any(drawn) else ""
+    return [figure for figure in drawn if figure]
 
 
-def _phases(run: Run) -> str:
+def _phases(run: Run) -> dict[str, Any] | None:
     """How the time of a step is spent, over the run and typically, and how much of the machine's matmul rate that is
     (train/work.py)."""
     names = [name for name in run.names() if name.startswith("time/") and name != "time/step"]
@@ -244,55 +247,41 @@ def _phases(run: Run) -> str:
     ]
     rows = [row for row in rows if any(row[1])]
     if not rows:
-        return ""
+        return None
     short = [name.removeprefix("time/") for name in names]
     whole = sum(sum(seconds) for _, seconds in rows)
     lines = []
-    for index, (name, times) in enumerate(zip(short, zip(*(row for _, row in rows), strict=True), strict=True)):
+    for name, times in zip(short, zip(*(row for _, row in rows), strict=True), strict=True):
         share = sum(times) / whole
-        lines.append(
-            f'<tr><td><span class="key c{index}">{escape(name)}</span></td><td>{median(times):.3g} s</td>'
-            f'<td><i class="c{index}" style="width:{share * 120:.0f}px"></i>{share:.1%}</td>'
-            f"{_roofline(run.work, name, median(times))}</tr>"
-        )
-    lines.append(f"<tr><td>step</td><td>{median(sum(seconds) for _, seconds in rows):.3g} s</td><td></td></tr>")
-    head = "<tr><th>phase</th><th>median</th><th>share of all steps</th>"
-    if run.work:
-        head += f"<th>GFLOP</th><th>GB at least</th><th>of {run.work['matmul'] / 1e9:,.0f} GFLOP/s (matmul)</th>"
-    head += "</tr>"
-    return f'<div class="phases">{stacked(short, rows)}<table>{head}{"".join(lines)}</table></div>'
+        lines.append({"name": name, "median": f"{median(times):.3g} s", "width": f"{share * 120:.0f}",
+                      "share": f"{share:.1%}", "roofline": _roofline(run.work, name, median(times))})  # fmt: skip
+    return {
+        "figure": stacked(short, rows),
+        "lines": lines,
+        "step": f"{median(sum(seconds) for _, seconds in rows):.3g} s",
+        "rate": f"{run.work['matmul'] / 1e9:,.0f}" if run.work else "",
+    }
 
 
-def _roofline(work: dict[str, Any], phase: str, seconds: float) -> str:
+def _roofline(work: dict[str, Any], phase: str, seconds: float) -> tuple[str, ...]:
     """The cells of a phase: its arithmetic, its traffic, and the share of the matmul rate that it reached."""
     if not work:
-        return ""
+        return ()
     todo = work["phases"].get(phase)
     if todo is None or not seconds:
-        return "<td></td><td></td><td></td>"
+        return ("", "", "")
     share = todo["flops"] / seconds / work["matmul"]
-    return f"<td>{todo['flops'] / 1e9:,.3g}</td><td>{todo['bytes'] / 1e9:,.3g}</td><td>{share:.1%}</td>"
+    return f"{todo['flops'] / 1e9:,.3g}", f"{todo['bytes'] / 1e9:,.3g}", f"{share:.1%}"
 
 
-def _samples(run: Run) -> str:
+def _samples(run: Run) -> dict[str, Any] | None:
     """Responses of the first and of the last recorded step: those to the same query first, then in recorded order."""
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
-        return ""
-    ends = steps if len(steps) == 1 else [steps[0], steps[-1]]
-    sides = [[row for row in run.samples if row["step"] == step] for step in ends]
-    rows = [f"<tr>{''.join(map(_sample, pair))}</tr>" for pair in _paired(sides)]
-    heads = "".join(
-        f"<th>step {step}<small>{len(side)} responses, {_numbers(side, 'mean ')}</small></th>"
-        for step, side in zip(ends, sides, strict=True)
-    )
-
-    def table(part: list[str]) -> str:
-        return f'<table class="samples"><tr>{heads}</tr>{"".join(part)}</table>'
-
-    more = rows[UNFOLDED:SHOWN]
-    rest = f"<details><summary>{len(more)} more of {len(rows)}</summary>{table(more)}</details>" if more else ""
-    return table(rows[:UNFOLDED]) + rest
+        return None
+    sides = {step: [row for row in run.samples if row["step"] == step] for step in (steps[0], steps[-1])}
+    rows = _paired(list(sides.values()))
+    return {"sides": sides, "unfolded": rows[:UNFOLDED], "folded": rows[UNFOLDED:SHOWN], "count": len(rows)}
 
 
 def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | None, ...]]:
@@ -311,30 +300,13 @@ def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | No
     return matched + list(zip_longest(alone, waiting))
 
 
-def _sample(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "<td></td>"
-    text = f"<p><span>{escape(str(row['query']))}</span> {escape(str(row['response']))}</p>"
-    return f"<td>{text}<small>{_numbers([row])}</small></td>"
-
-
-def _numbers(rows: list[dict[str, Any]], prefix: str = "") -> str:
-    """The means of score and KL over samples."""
-    parts = []
+def _means(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(label, mean over samples) of score and KL."""
+    means = []
     for label, key in (("score", "score"), ("KL", "kl")):
         values = [row[key] for row in rows if _finite(row.get(key))]
-        parts.append(f"{prefix}{label} <b>{number(fmean(values), 3) if values else 'not finite'}</b>")
-    return ", ".join(parts)
-
-
-def _audit(run: Run) -> str:
-    """The documented details of PPO beside the 2019 original's; rows that differ stand out."""
-    rows = []
-    for row in run.audit:
-        cells = "".join(f"<td>{escape(row[key])}</td>" for key in ("detail", "what", "value", "original"))
-        rows.append(f"<tr{' class=differs' if row['value'] != row['original'] else ''}>{cells}</tr>")
-    head = "<tr><th>detail</th><th>what</th><th>this run</th><th>2019 original</th></tr>"
-    return f'<table class="audit">{head}{"".join(rows)}</table>' if rows else ""
+        means.append((label, number(fmean(values), 3) if values else "not finite"))
+    return means
 
 
 def _date(seconds: float) -> str:

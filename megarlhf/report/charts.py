@@ -1,4 +1,4 @@
-"""Which curves a report shows, and their drawing as SVG."""
+"""Which curves a report shows, and their drawing as SVG, whose labels are escaped."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ class Chart:
     level: tuple[str, float | str] | None = None  # (label, a value to compare with or the key of one in the config)
     level_if: tuple[str, str] | None = None  # (key, value) of the config that the level needs to mean something
     exact: bool = False  # set, not measured: not smoothed, on a linear axis
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing and what stands around it."""
+
+    title: str
+    unit: str
+    legend: list[tuple[str, str, str]]  # (CSS class of the key, label, value)
+    svg: str
 
 
 GROUPS: dict[str, tuple[Chart, ...]] = {
@@ -145,18 +155,12 @@ def _rules(up: Axis, width: int = WIDTH) -> str:
     )
 
 
-def _figure(title: str, unit: str, legend: list[str], svg: str) -> str:
-    keys = f'<p class="legend">{"".join(legend)}</p>' if legend else ""
-    caption = f"<figcaption><h3>{escape(title)}</h3><small>{escape(unit)}</small></figcaption>"
-    return f"<figure>{caption}{keys}{svg}</figure>"
-
-
-def draw(chart: Chart, series: Callable[[str], Points], level: float | None) -> str:
-    """The chart as HTML, with a dashed line at `level`; nothing where the run has none of its numbers."""
+def draw(chart: Chart, series: Callable[[str], Points], level: float | None) -> Figure | None:
+    """The chart, with a dashed line at `level`; None where the run has none of its numbers."""
     curves = [(label, points) for name, label in chart.curves.items() if (points := series(name))]
     values = [y for _, points in curves for _, y in points if math.isfinite(y)]
     if not values:
-        return ""
+        return None
     levels = [] if level is None else [level]
     across, up = _axes([x for _, points in curves for x, _ in points], values + levels, linear=chart.exact)
     drawn, legend = [_rules(up)], []
@@ -167,15 +171,15 @@ def draw(chart: Chart, series: Callable[[str], Points], level: float | None) -> 
         drawn.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y)}" y2="{up(y)}"/>')
     for index, (label, points) in enumerate(curves):
         last = next((y for _, y in reversed(points) if math.isfinite(y)), math.nan)
-        legend.append(f'<span class="key c{index}">{escape(label)} <b>{number(last)}</b></span>')
+        legend.append((f"c{index}", label, number(last)))
         drawn.append(_curve(points, label, index, across, up, smooth=len(curves) < 3 and not chart.exact))
     if levels:
-        legend.append(f'<span class="key level">{chart.level[0]} {number(level)}</span>')
+        legend.append(("level", chart.level[0], number(level)))
     unit = ", ".join(filter(None, (chart.unit, "log scale" if up.log else "")))
     opening = (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} by step">'
     )
-    return _figure(chart.title, unit, legend, f"{opening}{''.join(drawn)}</svg>")
+    return Figure(chart.title, unit, legend, f"{opening}{''.join(drawn)}</svg>")
 
 
 def _curve(points: Points, label: str, index: int, across: Axis, up: Axis, *, smooth: bool) -> str:
@@ -239,7 +243,7 @@ def _smoothed(points: Points, log: bool) -> Points:
     return out
 
 
-def stacked(names: list[str], rows: list[tuple[int, list[float]]]) -> str:
+def stacked(names: list[str], rows: list[tuple[int, list[float]]]) -> Figure:
     """A stacked bar for each (step, seconds of each name); of a long run, for the means of each few steps."""
     size = math.ceil(len(rows) / MAX_BARS)
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -259,4 +263,4 @@ def stacked(names: list[str], rows: list[tuple[int, list[float]]]) -> str:
             drawn.append(f'<text x="{across(place)}" y="{HEIGHT - 6}" text-anchor="middle">{step}</text>')
     unit = "seconds" if size == 1 else f"seconds, means of {size} records"
     opening = f'<svg viewBox="0 0 {PHASES_WIDTH} {HEIGHT}" role="img" aria-label="phases of each step">'
-    return _figure("Time of a step", unit, [], f"{opening}{''.join(drawn)}</svg>")
+    return Figure("Time of a step", unit, [], f"{opening}{''.join(drawn)}</svg>")
