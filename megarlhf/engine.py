@@ -120,7 +120,7 @@ class Engine:
         `ParallelConfig.micro_batch_multiple`.
 
         Raises UserError, on every rank, when the optimizer's `patience` is at an end."""
-        gradients.hold()
+        gradients.allocate()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -131,7 +131,7 @@ class Engine:
         parts = self._run(*more, (batch, loss, options))
         rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
         grad_norm = self._update()
-        gradients.release()
+        gradients.free()
         self.steps += 1
         self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
         if self.skipped >= self.optimizer_config.patience:

@@ -1,4 +1,4 @@
-"""Metrics that add up, reduced once a step."""
+"""Statistics that are summed over micro-batches and ranks, reduced once a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that still adds up: over micro-batches, ranks and steps. In a loss its parts are 0-d tensors, from the
-    engine on they are numbers."""
+    """A statistic that can be summed over micro-batches, ranks and steps. Its fields are 0-d tensors in a loss, and
+    numbers in what the engine returns."""
 
     def map(self, function: Callable[[Any], Any]):
         """The same metric with `function` of each part."""

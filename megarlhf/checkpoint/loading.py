@@ -72,7 +72,7 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
     from megarlhf.checkpoint import strategies
 
     watchdog.phase("check files")
-    check(directory)
+    verify_files(directory)
     watchdog.phase("load")
     state = model.sharded_state(loading=True, weights_only=weights_only, fresh=fresh)
     try:
@@ -88,9 +88,9 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
     model.load_sharded_state(loaded, weights_only=weights_only, fresh=fresh)
 
 
-def check(directory: Path) -> None:
-    """The files of a model directory, and the small ones of the checkpoint that it is in, are what was written: each
-    rank reads its share. Collective. Raises UserError, on all ranks alike."""
+def verify_files(directory: Path) -> None:
+    """Compare the files of a model directory, and the small ones of the checkpoint around it, with their checksums.
+    Each rank reads its share. Collective. Raises UserError, on all ranks alike."""
     raise_together(checksums.damage(directory, rank=dist.get_rank(), size=dist.get_world_size()))
     failure = None
     if dist.get_rank() == 0:

@@ -121,7 +121,7 @@ def read(path: Path, *, foreign: bool = False) -> Any:
                     raise UserError("holds TorchScript code, not weights")
             if foreign:  # our own files have checksums instead
                 with open(path, "rb") as file:
-                    zips.check(file)
+                    zips.verify_members(file)
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module, mmap=True)
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
     except OSError as error:

@@ -10,9 +10,9 @@ from typing import BinaryIO
 CHUNK = 1 << 24
 
 
-def check(file: BinaryIO, offset: int = 0, length: int | None = None) -> None:
-    """One of zipfile's errors if a member of the zip in `length` bytes of `file` from `offset` is not what was written.
-    Members without a CRC are passed over: torch can leave it out, as our own writers do (checksums.py)."""
+def verify_members(file: BinaryIO, offset: int = 0, length: int | None = None) -> None:
+    """Read the zip in `length` bytes of `file` from `offset`; raises one of zipfile's errors if a member does not have
+    its CRC. Members without a CRC are not read: torch can leave it out, as our own writers do (checksums.py)."""
     length = os.fstat(file.fileno()).st_size - offset if length is None else length
     with zipfile.ZipFile(_Part(file, offset, length)) as archive:
         for member in archive.infolist():

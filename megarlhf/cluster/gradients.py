@@ -1,5 +1,5 @@
-"""Where gradients lie: one memory for all models of a process, since no two are updated at once. On a GPU it is there
-during an update alone, and sampling has it for caches."""
+"""One gradient buffer for all models of a process: no two are updated at the same time. On a GPU it exists during an
+update alone, so that sampling can use its memory for caches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _sizes: dict[torch.dtype, int] = {}  # bytes that the largest model needs
 
 
 def share(chunks: list[DistributedDataParallel]) -> None:
-    """Move the gradients of a model's chunks, all zero, to the shared memory. Megatron's buffer, its buckets and the
-    parameters' `main_grad` are views of it from then on. Before there is an optimizer."""
+    """Move the gradients of a model's chunks, all zero, to the shared buffer. Megatron's buffer, its buckets and the
+    parameters' `main_grad` are views of it from then on. Call it before the optimizer is built."""
     used: dict[torch.dtype, int] = {}
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers):
         own = buffer.grad_data
@@ -29,19 +29,19 @@ def share(chunks: list[DistributedDataParallel]) -> None:
             bucket.grad_data = shared[bucket.offset : bucket.offset + bucket.grad_data.numel()]
         for parameter, (start, end, _) in buffer.param_index_map.items():
             parameter.main_grad = shared[start:end].view(parameter.shape)
-    release()
+    free()
 
 
-def hold() -> None:
-    """Before an update. What is in the memory is left from another."""
+def allocate() -> None:
+    """Before an update: allocate the shared buffer. Its contents are undefined."""
     for dtype, storage in _memory.items():
         if storage.nbytes() < _sizes[dtype]:
             storage.resize_(_sizes[dtype])
 
 
-def release() -> None:
-    """After an update."""
-    if not backend.on_cuda():  # where to give memory back and ask again costs page faults
+def free() -> None:
+    """After an update: free the shared buffer. A CPU keeps it, since the page faults of a new one cost time."""
+    if not backend.on_cuda():
         return
     for storage in _memory.values():
         storage.resize_(0)

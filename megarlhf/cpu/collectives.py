@@ -1,6 +1,6 @@
-"""Megatron's collectives on CPU ranks: through shared memory where all ranks of a group are on one machine, and between
-machines without what gloo does too much (of a reduce-scatter it makes an all-reduce with copies, and it copies what it
-gathers twice). `megatron.py` puts them in the place of torch.distributed's."""
+"""Megatron's collectives on CPU ranks: through shared memory where all ranks of a group are on one machine; between
+machines by messages that avoid gloo's overhead (it implements a reduce-scatter as an all-reduce with copies, and copies
+twice what it gathers). `megatron.py` puts them in the place of torch.distributed's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megarlhf.cpu import shared_memory
 
-READERS = 4  # ranks that may each read the whole of all others'; for more, gloo's all-reduce in parts moves less
+READERS = 4  # ranks of an all-reduce in shared memory; each reads all of every other's, and for more gloo moves less
 
 _all_reduce = dist.all_reduce
 
 
 class _Done:
-    """A Work that is over: these do not run in the background."""
+    """A torch Work that has finished: these collectives do not run in the background."""
 
     def wait(self, *_) -> bool:
         return True
@@ -32,9 +32,9 @@ def all_gather_into_tensor(output: Tensor, source: Tensor, group=None, async_op:
     own = parts[dist.get_rank(group)]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.reshape(-1))
-    room = shared_memory.room(group)
-    if room is not None:
-        room.all_gather(parts)
+    shared = shared_memory.of_group(group)
+    if shared is not None:
+        shared.all_gather(parts)
     else:
         for to, origin in _rounds(len(ranks), dist.get_rank(group)):
             sent = dist.isend(own, ranks[to], group=group)
@@ -47,16 +47,16 @@ def reduce_scatter_tensor(
     output: Tensor, source: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
 ) -> _Done | None:
     """torch.distributed's, for sums: output, (m, ...), becomes the sum over the n ranks of this rank's part of their
-    sources, (n * m, ...). It may be that part of `source`. Each rank sends every other the part that is its own."""
+    sources, (n * m, ...). It may be that part of `source`. Each rank sends every other rank that rank's part."""
     assert op == dist.ReduceOp.SUM, op
     ranks = dist.get_process_group_ranks(group)
     count, rank = len(ranks), dist.get_rank(group)
     parts, total = source.reshape(-1).chunk(count), output.view(-1)
     if total.data_ptr() != parts[rank].data_ptr():
         total.copy_(parts[rank])
-    room = shared_memory.room(group)
-    if room is not None:
-        room.reduce_scatter(total, parts)
+    shared = shared_memory.of_group(group)
+    if shared is not None:
+        shared.reduce_scatter(total, parts)
     elif count > 1:
         received = torch.empty_like(total)
         for to, origin in _rounds(count, rank):
@@ -68,15 +68,15 @@ def reduce_scatter_tensor(
 
 
 def all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False):
-    """torch.distributed's. In shared memory every rank reads the whole of every other's."""
-    room = shared_memory.room(group)
-    if room is None or room.count > READERS or op not in shared_memory.REDUCTIONS:
+    """torch.distributed's. In shared memory every rank reads the whole tensor of every other rank."""
+    shared = shared_memory.of_group(group)
+    if shared is None or shared.count > READERS or op not in shared_memory.REDUCTIONS:
         return _all_reduce(tensor, op, group, async_op)
-    room.all_reduce(tensor.data.view(-1), shared_memory.REDUCTIONS[op])
+    shared.all_reduce(tensor.data.view(-1), shared_memory.REDUCTIONS[op])
     return _Done() if async_op else None
 
 
 def _rounds(count: int, rank: int) -> Iterator[tuple[int, int]]:
-    """(whom to send to, whom to receive from), so that in `count` - 1 rounds every rank has met every other."""
+    """(rank to send to, rank to receive from) in each of `count` - 1 rounds; every pair of ranks meets once."""
     for distance in range(1, count):
         yield (rank + distance) % count, (rank - distance) % count

@@ -30,7 +30,7 @@ Attend = Callable[[int, Tensor], Tensor]  # (layer, its fused query, key, value 
 
 @dataclass(frozen=True)
 class Cache:
-    """What one micro-batch of rows remembers in one chunk. Written in place; `Decoder.prefill` starts it anew."""
+    """The keys and values of one micro-batch in one chunk. Written in place; `Decoder.prefill` starts it anew."""
 
     keys: Tensor  # (L, B, G, S, D), rotated
     values: Tensor  # (L, B, G, S, D)
@@ -42,12 +42,16 @@ class Cache:
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values, self.visible, self.position))
 
-    def hold(self, held: bool) -> None:
-        """Take the memory of keys and values, or give them some again: zeros, since what is masked must be finite."""
+    def allocate(self) -> None:
+        """Allocate the memory of keys and values, filled with zeros: what attention masks must be finite."""
         for x in (self.keys, self.values):
-            x.untyped_storage().resize_(x.nbytes if held else 0)
-            if held:
-                x.zero_()
+            x.untyped_storage().resize_(x.nbytes)
+            x.zero_()
+
+    def free(self) -> None:
+        """Free the memory of keys and values."""
+        for x in (self.keys, self.values):
+            x.untyped_storage().resize_(0)
 
 
 class Decoder:

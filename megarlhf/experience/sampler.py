@@ -55,8 +55,8 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once; what it allocates stays until it is dropped, at fixed addresses
-    where steps are recorded as CUDA graphs; elsewhere caches have memory during `sample` alone.
+    """Samples from `engine`'s model. Build it once. Where steps are recorded as CUDA graphs, its buffers keep their
+    addresses until it is deleted; elsewhere the caches have memory during `sample` alone.
 
     prompt_length: P. seed: of the noise. pad_id: what stands in padded places, an id that no token can have (default:
     the first beyond the vocabulary). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
@@ -90,7 +90,7 @@ class Sampler:
         self.decoders = [Decoder(chunk, self.topology, max_length=self.length) for chunk in engine.modules]
         self.slots = [_Slot(self, rows) for _ in range(stages)]
         self.wave = stages * rows
-        self._hold_caches(False)
+        self._free_caches()
 
     @property
     def num_bytes(self) -> int:
@@ -119,24 +119,27 @@ class Sampler:
         }
         if self.with_entropy:
             results["entropy"] = torch.zeros_like(results["logprobs"])
-        self._hold_caches(True)
+        self._allocate_caches()
         for start in range(0, len(sequence_ids), self.wave):
             self._wave(prompts, sequence_ids, start, results, on_tokens)
-        self._hold_caches(False)
+        self._free_caches()
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
                 dist.broadcast(value, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
         return rollout_of(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
 
-    def _hold_caches(self, held: bool) -> None:
-        """Give the caches memory, or take it; whatever comes before or after has no use for what it left free."""
-        if cuda_graphs.captures():
-            return
-        if held:
-            backend.trim()
-        for cache in (cache for slot in self.slots for cache in slot.caches):
-            cache.hold(held)
-        if not held:
+    def _allocate_caches(self) -> None:
+        if not cuda_graphs.captures():  # a recorded step needs them at the same addresses always
+            backend.trim()  # sampling cannot use the free memory that other phases leave
+            for slot in self.slots:
+                for cache in slot.caches:
+                    cache.allocate()
+
+    def _free_caches(self) -> None:
+        if not cuda_graphs.captures():
+            for slot in self.slots:
+                for cache in slot.caches:
+                    cache.free()
             backend.trim()
 
     # ------------------------------------------------------------------------------------------- the schedule

@@ -113,8 +113,8 @@ class GPT(GPTModel):
         rotary = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
         mask = None if segments is None else batch.attention_mask(segments)
         if self.post_process:
-            self.decoder.layers[-1].unread = unread = self._unread(sequences)
-            sequences = sequences.without_columns(unread)  # what the heads see
+            self.decoder.layers[-1].num_skipped = skipped = self._num_skipped(sequences)
+            sequences = sequences.without_columns(skipped)  # what the heads see
         hidden = self.decoder(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)
         if not self.post_process:
             return hidden
@@ -141,13 +141,13 @@ class GPT(GPTModel):
             )
         return outputs
 
-    def _unread(self, sequences: Sequences) -> int:
-        """How many leading positions no head reads: those before the last of the prompt. All are read where layers are
-        computed again in the backward pass, perhaps after another batch."""
+    def _num_skipped(self, sequences: Sequences) -> int:
+        """Number of leading positions whose output no head uses: those before the last of the prompt. None is skipped
+        where the backward pass recomputes layers, perhaps after another batch has set another number."""
         if sequences.segments is None or (self.training and self.config.recompute_granularity == "full"):
             return 0
-        unread = sequences.prompt_len - 1
-        return unread - unread % self.topology.parallel.tensor if self.config.sequence_parallel else unread
+        unused = sequences.prompt_len - 1
+        return unused - unused % self.topology.parallel.tensor if self.config.sequence_parallel else unused
 
     def head_weight(self) -> Tensor:
         """The output layer's weight on the last stage, [V', H]: the word embedding's if they are tied."""

@@ -24,7 +24,7 @@ def check(one_machine):
         for group, place, ranks in groups:
             for dtype in (torch.float32, torch.bfloat16, torch.int64):
                 alike(group, place, ranks, dtype, size)
-            assert (shared_memory.room(group) is not None) == one_machine
+            assert (shared_memory.of_group(group) is not None) == one_machine
 
 
 def alike(group, place, ranks, dtype, size):

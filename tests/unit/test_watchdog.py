@@ -47,7 +47,7 @@ def test_the_lagging_rank_is_named(odd, why):
 
 
 @pytest.mark.parametrize(
-    "waiting", ["torch/distributed/distributed_c10d.py:2 all_reduce", "megarlhf/cpu/shared_memory.py:3 _await"]
+    "waiting", ["torch/distributed/distributed_c10d.py:2 all_reduce", "megarlhf/cpu/shared_memory.py:3 _wait_for"]
 )
 def test_who_works_while_the_others_wait(waiting):
     """Two against two: their places alone do not tell."""
