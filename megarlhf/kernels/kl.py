@@ -27,7 +27,6 @@ def linear_policy_ref_kl(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     tp_group: ProcessGroup | None = None,
-    chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """KL(policy || ref) of softmax(hidden @ weight^T / temperature), without keeping the logits: those of a chunk
@@ -40,7 +39,7 @@ def linear_policy_ref_kl(
         weight_shard, len(weight_shard), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group,
         backend=backend,
     )  # fmt: skip
-    rows = chunk_rows or default_chunk(weight_shard)
+    rows = default_chunk(weight_shard)
     logits, ref_logits = (
         a.new_empty(min(rows, len(a)), len(b), dtype=sum_dtype(a)) for a, b in ((x, w), (ref_x, ref_w))
     )

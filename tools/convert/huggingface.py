@@ -1,7 +1,8 @@
 """Hugging Face model directories: config.json, safetensors in one file or in shards with an index, tokenizer files.
 
-The safetensors format is read and written here rather than with its library, to hold one tensor at a time: 8 bytes
-with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes of the tensors.
+The safetensors format is read and written here rather than with its library, which maps whole files (so that a process
+grows by their size), accepts a header that has a name twice, and writes only files whose tensors are all in memory. The
+format: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, the bytes of the tensors.
 """
 
 from __future__ import annotations
