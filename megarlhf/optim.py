@@ -49,7 +49,7 @@ class OptimizerConfig:
         if self.patience < 1:
             raise ValueError(f"patience: must be at least 1, not {self.patience}")
 
-    def check(self, total_steps: int, key: str = "optimizer") -> None:
+    def check_steps(self, total_steps: int, key: str = "optimizer") -> None:
         """Refuse (UserError) a warm-up that is longer than a run of `total_steps` updates. `key` names the section."""
         if self.warmup_steps > total_steps:
             raise UserError(

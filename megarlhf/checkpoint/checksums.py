@@ -131,7 +131,7 @@ def damage(directory: Path, *, small: bool = False, rank: int = 0, size: int = 1
         return next(filter(None, results), None)
 
 
-def check(directory: Path, *, small: bool = False) -> str:
+def verify_directory(directory: Path, *, small: bool = False) -> str:
     """`damage` on one process, as a UserError; what was found right, in words."""
     text = damage(directory, small=small)
     if text:

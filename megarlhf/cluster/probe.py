@@ -1,5 +1,5 @@
 """Which nodes open connections to which: the addresses, the listeners and the attempts. What carries them between the
-ranks is the caller's: torch's store at the start (preflight.py), the watchdog's channel later (hub.py)."""
+ranks is the caller's: torch's store at the start (job_checks.py), the watchdog's channel later (hub.py)."""
 
 from __future__ import annotations
 

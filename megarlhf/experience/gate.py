@@ -45,7 +45,7 @@ class GateConfig:
         return self.enabled and (step == 0 or (self.every > 0 and step % self.every == 0))
 
 
-def check(
+def run_gate(
     rollout: Rollout, signals: Signals, *, actor: Engine, at_start: bool, temperature: float, config: GateConfig
 ) -> dict[str, float]:
     """The measured differences by name, on every rank. Collective.

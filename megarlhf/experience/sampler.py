@@ -83,7 +83,7 @@ class Sampler:
         self.eos_id = eos_id
         self.pad_id = architecture.vocab_size if pad_id is None else pad_id
         self.length = prompt_length + config.response_length
-        check(config, architecture, prompt_length=prompt_length, eos_id=eos_id, pad_id=self.pad_id)
+        check_sampling(config, architecture, prompt_length=prompt_length, eos_id=eos_id, pad_id=self.pad_id)
 
         self.group = self.topology.tensor_group if self.topology.parallel.tensor > 1 else None
         rows, stages = config.micro_batch_size, self.topology.parallel.pipeline
@@ -288,7 +288,7 @@ class _Slot:
         self.sending.clear()
 
 
-def check(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:
+def check_sampling(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:
     """Refuse (UserError) what cannot be sampled from a model of this `models.spec.Architecture`."""
     length, table = prompt_length + config.response_length, architecture.max_position_embeddings
     if architecture.position_embedding == "learned" and length > table:

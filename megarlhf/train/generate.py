@@ -75,7 +75,7 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     )
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
-    sampler.check(
+    sampler.check_sampling(
         settings.sampler,
         architecture,
         prompt_length=settings.prompts.length,

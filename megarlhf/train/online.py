@@ -47,7 +47,7 @@ def train(
         clock.enter("gate")
         if settings.gate.due(step):
             at_start = step == 0 and settings.reference.checkpoint is None
-            checked = gate.check(
+            checked = gate.run_gate(
                 batch.rollout, batch.signals, actor=actor, at_start=at_start, temperature=temperature,
                 config=settings.gate,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 It makes the checks that the program itself makes before it starts its ranks (its `check`), and opens what the program
 would open only later: every model directory is complete and has the tensors of its architecture, the run directory can
 be written, and its disk has room for the checkpoints. No GPU, no process group. What only a job can know is checked at
-the job's start (cluster/preflight.py).
+the job's start (cluster/job_checks.py).
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ def main(
     for name, role, given in model_paths(settings):
         attempt(f"{name} {given}", lambda given=given, role=role: check_model(find_model(given, role)))
         if verify:
-            attempt(f"checksums of {name}", lambda given=given, role=role: checksums.check(find_model(given, role)))
+            attempt(
+                f"checksums of {name}",
+                lambda given=given, role=role: checksums.verify_directory(find_model(given, role)),
+            )
     if plan is not None and plan.start.resume_from is not None:
         for file in sorted(plan.start.resume_from.glob(f"*/{FILE}")):
             attempt(f"resume from {file.parent}", lambda file=file: check_model(file.parent))
         if verify:
-            attempt("checksums of what is resumed", lambda: checksums.check(plan.start.resume_from))
+            attempt("checksums of what is resumed", lambda: checksums.verify_directory(plan.start.resume_from))
     attempt(f"run directory {settings.run}", lambda: check_writable(settings.run))
     if plan is not None:
         attempt("disk for checkpoints", lambda: check_disk(settings, plan.start.architecture))

@@ -114,7 +114,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             rows=samples // settings.parallel.data(world_size), sampled=micro,
         )  # fmt: skip
         settings.parallel.check_length("normalization.prompts.length", length)
-        sampler.check(
+        sampler.check_sampling(
             settings.normalization.sampler(micro),
             start.architecture,
             prompt_length=settings.normalization.prompts.length,
@@ -124,7 +124,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
         prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts)
         notes.append(report.summary())
     total = settings.training.total_steps(len(pairs))
-    settings.optimizer.check(total)
+    settings.optimizer.check_steps(total)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, prompts=prompts
     )

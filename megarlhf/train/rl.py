@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarlhf import checkpoint, config
 from megarlhf.algorithms.interface import OnlineAlgorithm
-from megarlhf.cluster import preflight
+from megarlhf.cluster import job_checks
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
@@ -55,9 +55,9 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             "of a data-parallel rank; change it or training.batch_size"
         )
     sizes.check_micro_batches("training.batch_size", training.batch_size // share)
-    settings.optimizer.check(training.updates)
+    settings.optimizer.check_steps(training.updates)
     if settings.critic_kind is not None and settings.critic.optimizer is not None:
-        settings.critic.optimizer.check(training.updates, "critic.optimizer")
+        settings.critic.optimizer.check_steps(training.updates, "critic.optimizer")
     if settings.model.dropout:
         raise UserError("model.dropout: must be 0, in sampling and in training (detail P4)")
     length = settings.prompts.length + settings.sampler.response_length
@@ -87,7 +87,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         micro_batch=training.micro_batch_size,
         sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
     )  # fmt: skip
-    sampler.check(
+    sampler.check_sampling(
         settings.sampler,
         start.architecture,
         prompt_length=settings.prompts.length,
@@ -152,7 +152,7 @@ def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepar
         directory = Path(settings.run)
         directory.mkdir(parents=True, exist_ok=True)
         audit.save(rows, directory / "audit.json")
-        rate = preflight.matmul_rate() * topology.world_size
+        rate = job_checks.matmul_rate() * topology.world_size
         work.save(
             work.online_step(settings, plan.start.architecture, topology.data_size), rate, directory / "work.json"
         )

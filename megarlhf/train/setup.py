@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megarlhf import checkpoint, config, records
 from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
-from megarlhf.cluster import backend, lease, parallel, preflight, signals, watchdog
+from megarlhf.cluster import backend, job_checks, lease, parallel, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
@@ -63,7 +63,7 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
     model: ModelConfig = settings.model
     if model.checkpoint is not None:
         source = find_model(model.checkpoint)
-        checksums.check(source, small=True)
+        checksums.verify_directory(source, small=True)
         architecture = Architecture.load(source)
         tokenizer_path = settings.tokenizer or find_tokenizer(model.checkpoint)
     else:
@@ -86,7 +86,7 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
     checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
     resume_from = latest(settings)
     if resume_from is not None:
-        checksums.check(resume_from, small=True)
+        checksums.verify_directory(resume_from, small=True)
         if not (checkpoints.directory / LATEST).exists():
             notes.append(f"{checkpoints.directory / LATEST} is missing; the newest complete step directory is taken")
         if Architecture.load(resume_from / role) != architecture:
@@ -187,9 +187,9 @@ def cluster(rendezvous: Rendezvous, settings: RanksConfig, directory: str | Path
     store = backend.open_store(rendezvous, settings.job.join_minutes)
     watchdog.start(rendezvous, store, settings.job, Path(directory))
     signals.remember()
-    preflight.reach(rendezvous, store)
+    job_checks.reach(rendezvous, store)
     backend.join(rendezvous, store, timeout_minutes=2 * settings.job.hang_minutes)  # the watchdog speaks first
-    preflight.compare(rendezvous, config.dump(settings))
+    job_checks.compare(rendezvous, config.dump(settings))
     return parallel.start(settings.parallel)
 
 

@@ -39,7 +39,7 @@ def check(settings: SFTConfig, world_size: int) -> Plan:
         validation, report = load_sft(settings.data.validation, start.tokenizer, settings.data)
         notes.append(report.summary())
     total = settings.training.total_steps(len(examples))
-    settings.optimizer.check(total)
+    settings.optimizer.check_steps(total)
     return Plan(start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation)
 
 

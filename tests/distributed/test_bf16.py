@@ -47,7 +47,7 @@ def measure(engine):
     rollout = sampler.sample(make_prompts(8))
     logprobs = engine.forward(rollout)["logprobs"]
     signals = Signals(logprobs=logprobs, ref_logprobs=logprobs, values=logprobs)
-    return gate.check(rollout, signals, actor=engine, at_start=True, temperature=1.0, config=GateConfig())
+    return gate.run_gate(rollout, signals, actor=engine, at_start=True, temperature=1.0, config=GateConfig())
 
 
 CASES = {

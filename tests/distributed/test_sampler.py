@@ -10,7 +10,7 @@ import torch
 
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
-from megarlhf.experience.sampler import Sampler, SamplerConfig, check
+from megarlhf.experience.sampler import Sampler, SamplerConfig, check_sampling
 from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw
 from megarlhf.models.build import build
@@ -316,9 +316,9 @@ def test_greedy_is_transformers_greedy(ranks, tmp_path):
 def test_what_cannot_be_sampled_is_refused(fields, options, message):
     options = {"prompt_length": P, "eos_id": 0, "pad_id": 503, **options}
     with pytest.raises(UserError, match=message) as caught:
-        check(SamplerConfig(**fields), GPT2, **options)
+        check_sampling(SamplerConfig(**fields), GPT2, **options)
     assert "\n" not in str(caught.value)
-    check(SamplerConfig(response_length=60), LLAMA, prompt_length=P, eos_id=None, pad_id=503)  # no table
+    check_sampling(SamplerConfig(response_length=60), LLAMA, prompt_length=P, eos_id=None, pad_id=503)  # no table
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megarlhf import cli
-from megarlhf.cluster import preflight
-from megarlhf.cluster.preflight import Facts, Speed
+from megarlhf.cluster import job_checks
+from megarlhf.cluster.job_checks import Facts, Speed
 from megarlhf.config import UserError
 from megarlhf.train.rl import read_progress
 
@@ -217,7 +217,7 @@ def facts(**odd) -> list[Facts]:
 
 
 def test_equal_ranks_are_silent():
-    assert preflight.judge(facts()) == ([], [])
+    assert job_checks.judge(facts()) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_equal_ranks_are_silent():
     ],
 )
 def test_what_must_stop_a_run(odd, expected):
-    (error,), _ = preflight.judge(facts(**odd))
+    (error,), _ = job_checks.judge(facts(**odd))
     assert error.startswith(expected)
 
 
@@ -240,7 +240,7 @@ def test_what_must_stop_a_run(odd, expected):
     ],
 )
 def test_what_is_worth_a_remark(odd, expected):
-    errors, (remark,) = preflight.judge(facts(**odd))
+    errors, (remark,) = job_checks.judge(facts(**odd))
     assert errors == [] and remark.startswith(expected)
 
 
@@ -253,11 +253,11 @@ def speeds(matmul: float, all_reduce: float = 1e-3) -> list[Speed]:
 
 def test_a_rank_is_slow_when_it_always_is():
     """The median of the remark is that of the line of figures."""
-    assert preflight.slow(facts(), [speeds(4e-4), speeds(2e-4), speeds(4e-4)]) == []
-    assert preflight.slow(facts(), [speeds(4e-4), speeds(5e-4)]) == [
+    assert job_checks.slow(facts(), [speeds(4e-4), speeds(2e-4), speeds(4e-4)]) == []
+    assert job_checks.slow(facts(), [speeds(4e-4), speeds(5e-4)]) == [
         "rank 5 on node2 is slow: matmul took 0.50 ms, the median 0.20 ms"
     ]
-    (remark,) = preflight.slow(facts(), [speeds(2e-4, 2e-3)] * 3)
+    (remark,) = job_checks.slow(facts(), [speeds(2e-4, 2e-3)] * 3)
     assert remark.startswith("rank 5 on node2 is slow: all-reduce took 2.00 ms, the median 1.00")
 
 
@@ -267,10 +267,10 @@ def test_configurations_that_differ():
     odd = usual.replace("0.001", "0.01").replace("architecture: null", "architecture: {layers: 2}")
     ranks = facts(config="def")
     configs = [usual] * 5 + [odd] + [usual] * 2
-    assert preflight.differences(ranks, configs) == (
+    assert job_checks.differences(ranks, configs) == (
         "the configuration differs: rank 5 on node2 with optimizer.lr=0.01 instead of 0.001, "
         "model.architecture.layers=2 instead of None; give every node the same files and overrides"
     )
     ranks[6] = dataclasses.replace(ranks[6], config="def")
     configs[6] = odd
-    assert "rank 5 on node2, rank 6 on node2 with optimizer.lr=0.01 instead" in preflight.differences(ranks, configs)
+    assert "rank 5 on node2, rank 6 on node2 with optimizer.lr=0.01 instead" in job_checks.differences(ranks, configs)

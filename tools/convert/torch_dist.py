@@ -125,7 +125,7 @@ class Reader:
     def _load(self, item: ReadItem) -> Tensor:
         info = self._metadata.storage_data[item.storage_index]
         with open(self.directory / info.relative_path, "rb") as file:
-            zips.check(file, info.offset, info.length)
+            zips.verify_members(file, info.offset, info.length)
             blob = _create_file_view(file, info.offset, info.length)
             return _part(torch.load(blob, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths)
 
