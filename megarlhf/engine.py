@@ -1,11 +1,11 @@
-"""Engine: a model that can be run forward and stepped. The only caller of megatron's schedules.
+"""Engine: a model with a forward pass and an update. The only caller of megatron's schedules.
 
-Every rank calls the same two verbs with its data-parallel share of a batch. Tensor, pipeline, sequence and data
-parallelism, micro-batches and the distributed optimizer stay in here.
+Every rank calls the same methods with its data-parallel share of a batch. Tensor, pipeline, sequence and data
+parallelism, micro-batches and the distributed optimizer are hidden here.
 
 A loss is a pure function `loss(outputs, rows) -> (sum, count, metrics)`: the head's outputs by name, (B, R) each, and
 the rows they belong to; `sum` a differentiable scalar, `count` the number of tokens (or pairs) it sums over, and
-metrics as {name: (sum, count) | Variance | Max | Min}. One place divides, by the count over all micro-batches and
+metrics as {name: (sum, count) | Variance | Max | Min}. The engine divides once, by the count over all micro-batches and
 data-parallel ranks, so gradients do not depend on how a batch is cut.
 """
 
@@ -104,7 +104,7 @@ class Engine:
 
     def forward(self, batch: Sequences, **options) -> Outputs:
         """The head's outputs for this data-parallel rank's rows, (B, R) each, on every rank of its model; no gradients,
-        no dropout. Any number of rows will do. `options` go to the head (temperature, with_entropy)."""
+        no dropout. Takes any number of rows. `options` go to the head (temperature, with_entropy)."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -113,13 +113,14 @@ class Engine:
         return self._from_last_stage(outputs)
 
     def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
-        """One optimizer update on this data-parallel rank's rows; the metrics of the global batch, on every rank, with
-        `grad_norm`, `lr` and `skipped`, 1 where the gradients were not finite and nothing changed. `more`: further
-        (batch, loss, options) whose gradients go into the same update; rows of the same length S. The sums of all are
-        divided by the sum of all counts. The rows of each must fill a number of micro-batches that is a multiple of
-        `ParallelConfig.micro_batch_multiple`.
+        """One optimizer update on this data-parallel rank's rows. Returns the metrics of the global batch, on every
+        rank, with `grad_norm`, `lr` and `skipped`, which is 1 where the gradients were not finite and nothing changed.
+        `more`: further (batch, loss, options) whose gradients go into the same update; rows of the same length S. The
+        sums of all are divided by the sum of all counts. The rows of each must fill a number of micro-batches that is a
+        multiple of `ParallelConfig.micro_batch_multiple`.
 
-        Raises UserError, on every rank, when the optimizer's `patience` is at an end."""
+        Raises UserError, on every rank, when `patience` updates in a row were skipped.
+        """
         gradients.allocate()
         for chunk in self.chunks:
             chunk.train()
@@ -144,7 +145,7 @@ class Engine:
         return self._reduce(parts) | {name: Mean(value, 1) for name, value in numbers.items()}
 
     def evaluate(self, batch: Sequences, loss: Loss, **options) -> dict[str, Metric]:
-        """The metrics of `loss` on the global batch without an update, on every rank. Any number of rows will do."""
+        """The metrics of `loss` on the global batch, on every rank, without an update. Takes any number of rows."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -152,7 +153,8 @@ class Engine:
 
     @torch.no_grad()
     def follow(self, other: Engine, decay: float) -> None:
-        """Move this engine's weights towards another's of the same layout: decay * own + (1 - decay) * other's."""
+        """Move this engine's weights towards those of another engine of the same layout: decay * own + (1 - decay) *
+        other."""
         other.sync_params()
         for module, leader in zip(self.modules, other.modules, strict=True):
             for own, its in zip(module.parameters(), leader.parameters(), strict=True):
@@ -161,7 +163,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------- how
 
     def _filled(self, batch: Sequences) -> Sequences:
-        """`batch` with as many more rows as the schedule needs: copies of the last one in which nothing counts."""
+        """`batch` filled up to a number of rows that the schedule can run: with copies of the last row in which nothing
+        counts."""
         rows, step = len(batch), self.micro_batch_size * self.topology.parallel.micro_batch_multiple
         if rows % step == 0:
             return batch
@@ -170,8 +173,8 @@ class Engine:
         return dataclasses.replace(filled, mask=filled.mask & (index < rows)[:, None])
 
     def _run(self, *parts: Part, forward_only: bool = False) -> list:
-        """megatron's schedule over the micro-batches of all parts. One item a micro-batch on the last stage, elsewhere
-        none: the loss's metrics, or where there is no loss the outputs."""
+        """Run megatron's schedule over the micro-batches of all parts. Returns one item a micro-batch on the last
+        stage, elsewhere none: the loss's metrics, or without a loss the outputs."""
         size, length = self.micro_batch_size, parts[0][0].tokens.shape[1]
         for batch, _, _ in parts:
             assert len(batch) % size == 0, (len(batch), size)
@@ -207,7 +210,8 @@ class Engine:
         )
 
     def _update(self) -> float:
-        """Clip and apply the gradients; their norm before that. One that is not finite leaves the weights alone."""
+        """Clip and apply the gradients. Returns their norm before clipping. If it is not finite, the weights stay as
+        they are."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
@@ -219,7 +223,8 @@ class Engine:
         return norm
 
     def _reduce(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
-        """Sums over micro-batches, then over data-parallel ranks; from the last stage to every stage."""
+        """Sum metrics over micro-batches, then over data-parallel ranks; send them from the last stage to every
+        stage."""
         total = metrics.add([{name: metric.map(float) for name, metric in part.items()} for part in parts])
         total = metrics.all_reduce(total, self.topology.data_group, backend.device())
         if self.topology.parallel.pipeline > 1:
@@ -242,14 +247,14 @@ class Engine:
         return outputs
 
     def _seed_dropout(self) -> None:
-        """Dropout depends on (seed, update, pipeline and data rank) alone, so a resumed run draws what a straight run
-        would and no generator state is saved. Tensor ranks are told apart by megatron's tracker."""
+        """Dropout depends on (seed, update, pipeline and data rank) alone, so that a resumed run draws the same numbers
+        and no generator state is saved. Megatron's tracker gives tensor-parallel ranks different seeds."""
         if self.config.hidden_dropout or self.config.attention_dropout:
             key = (self.seed, self.steps, self.topology.pipeline_rank, self.topology.data_rank)
             model_parallel_cuda_manual_seed(zlib.crc32(repr(key).encode()), force_reset_rng=True)
 
     def sync_params(self) -> None:
-        """Make the weights whole where their gather would overlap with the next forward pass."""
+        """Gather the weights where their gather would otherwise overlap with the next forward pass."""
         if self.optimizer is not None and self.topology.parallel.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -259,7 +264,7 @@ class Engine:
     def sharded_state(
         self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Weights (but those whose names begin with one of `fresh`) and, if this engine trains, optimizer and
+        """Weights (without those whose names begin with one of `fresh`) and, if this engine trains, optimizer and
         counts of updates, as megatron's sharded state dict."""
         self.sync_params()
         state = {

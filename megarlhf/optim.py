@@ -1,5 +1,5 @@
-"""Optimizers and schedules. What changes per step (learning rate, epsilon) is a pure function of the step, so a resumed
-run needs no scheduler state."""
+"""Optimizers and schedules. The learning rate and epsilon are pure functions of the step, so a resumed run needs no
+scheduler state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OptimizerConfig:
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate for update `step` (from 0) of `total_steps`: linear warm-up to lr, then the schedule down to min_lr,
-    which the step after the last would reach."""
+    which update number `total_steps` would reach."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -74,7 +74,7 @@ def epsilon(config: OptimizerConfig, step: int) -> float:
     """Adam's epsilon for the update after `step` others.
 
     TensorFlow 1 adds it to the uncorrected sqrt(v): lr_t m / (sqrt(v) + eps), lr_t = lr sqrt(1 - b2^t) / (1 - b1^t).
-    That is the usual corrected update with eps / sqrt(1 - b2^t) in place of eps, so any fused Adam computes it.
+    That equals the usual corrected update with eps / sqrt(1 - b2^t) in place of eps, which any fused Adam computes.
     """
     if config.name != "tf_adam":
         return config.eps
@@ -115,11 +115,12 @@ def build(
 
 
 def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Write what update `step` (from 0) of `total_steps` needs into the parameter groups; returns the learning rate.
+    """Write learning rate, epsilon and weight decay of update `step` (from 0) of `total_steps` into the parameter
+    groups; returns the learning rate.
 
-    Epsilon belongs to Adam's own count, which skipped updates do not raise. Weight decay is written too: megatron gives
-    a group nothing but its factor, 0 for biases and norms, and leaves it to its scheduler, which is not used here. A
-    resumed optimizer's groups are those of its checkpoint.
+    Epsilon depends on Adam's own count, which skipped updates do not raise. Weight decay is written too: megatron gives
+    a group only a factor, 0 for biases and norms, and leaves the product to its scheduler, which is not used here. A
+    resumed optimizer has the groups of its checkpoint.
     """
     rate = learning_rate(config, step, total_steps)
     for group in optimizer.param_groups:
@@ -131,10 +132,10 @@ def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, t
 
 @contextlib.contextmanager
 def indexed_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Around `sharded_state_dict`, whose distributed optimizer finds a parameter's state in the wrong place otherwise
-    (megatron-core 0.16.1): it joins the buckets of a buffer without the padding at their ends, and then looks each
-    parameter up at its place in the padded buffer. Behind a padded bucket it would save the neighbours' numbers. There
-    are several buckets with tied embeddings and pipeline stages, and where reductions overlap."""
+    """Wrap `sharded_state_dict` in this; otherwise the distributed optimizer saves a parameter's state from the wrong
+    place (megatron-core 0.16.1). It joins the buckets of a buffer without the padding at their ends, and then looks
+    each parameter up at its offset in the padded buffer. Behind a padded bucket it would save the state of neighbouring
+    parameters. A buffer has several buckets with tied embeddings and pipeline stages, and where reductions overlap."""
     buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", ())]
     padded = [buffer.param_index_map for buffer in buffers]
     for buffer, index in zip(buffers, padded, strict=True):

@@ -1,12 +1,13 @@
 """Messages that only the ranks of one job can write, and the secret that these ranks share.
 
 Both ends of a connection send a random line. Every line after these is a message: JSON behind a proof, the HMAC-SHA256
-of the message's number and text under a key of this connection and direction (RFC 2104). So a message of somebody
-without the secret, from another connection, or sent twice, is found out. Nothing is encrypted.
+of the message's number and text under a key of this connection and direction (RFC 2104). So a message is rejected if
+its sender does not know the secret, if it was sent on another connection, or if it was sent before. Nothing is
+encrypted.
 
-Rank 0 makes the secret and writes it, readable for its user alone, into a directory that all nodes share; the file goes
-as soon as all ranks have read it. Where there is no such directory, MEGARLHF_SECRET is the secret. torch's store, which
-has no authentication, carries no more than a fingerprint.
+Rank 0 makes the secret and writes it, readable for its user alone, into a directory that all nodes share. The file is
+removed as soon as all ranks have read it. Without such a directory MEGARLHF_SECRET is the secret. torch's store, which
+has no authentication, carries only a fingerprint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DEAD_SECONDS = 45  # after which a machine that acknowledges nothing is taken fo
 
 
 class Lines:
-    """What arrives -> lines without their ends. No line is longer than `limit` bytes."""
+    """Bytes as they arrive -> lines without their ends. No line is longer than `limit` bytes."""
 
     def __init__(self, limit: int = FIRST_LINES):
         self.limit = limit
@@ -56,7 +57,7 @@ class Lines:
 
 
 def nonce() -> bytes:
-    """The random line with which each end begins."""
+    """The random line that each end sends first."""
     return secrets.token_hex(32).encode()
 
 
@@ -93,7 +94,7 @@ class Channel:
 
 
 def fingerprint(secret: bytes) -> str:
-    """Tells which secret, not what it is."""
+    """A hash that identifies the secret without telling it."""
     return hashlib.sha256(b"megarlhf " + secret).hexdigest()[:32]
 
 
@@ -147,21 +148,20 @@ def read_secret(directory: Path, wanted: str) -> bytes:
 
 
 def remove_secret(directory: Path, secret: bytes) -> None:
-    """Once all ranks have it."""
+    """Remove the secret's file, once all ranks have read it."""
     with contextlib.suppress(OSError):
         _path(directory, fingerprint(secret)).unlink()
 
 
 def no_way(error: OSError) -> str | None:
-    """What the network says of the other machine, if this error means that it cannot be reached; None: the other end
-    has left."""
+    """Why the network cannot reach the other machine, if this error says so; None if the other end has closed."""
     unreachable = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
     return error.strerror if error.errno in unreachable else None
 
 
 def notice_death(connection: socket.socket) -> None:
     """Let the kernel end a connection whose other machine is gone or cut off. A machine whose processes are only
-    stopped still answers."""
+    stopped still acknowledges packets."""
     options = dict(TCP_KEEPIDLE=DEAD_SECONDS // 2, TCP_KEEPINTVL=5, TCP_KEEPCNT=5, TCP_USER_TIMEOUT=1000 * DEAD_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():

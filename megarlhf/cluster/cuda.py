@@ -1,6 +1,6 @@
-"""What has to be right before CUDA is used: the environment, the device of each rank, and libraries that are whole.
+"""What must be right before CUDA is used: the environment, the device of each rank, and complete libraries.
 
-`cluster/backend.py` calls these; nothing here touches a device.
+`cluster/backend.py` calls these functions; none of them uses a device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRANSFORMER_ENGINE = "transformer-engine[pytorch]>=2.9,<2.12"  # as in setup.cfg
 
 
 def available(environment: MutableMapping[str, str], is_available: Callable[[], bool]) -> bool:
-    """The answer of `is_available`, which may start the driver and is therefore asked with ENVIRONMENT set. What was
-    added to `environment` stays there if the answer is yes."""
+    """The result of `is_available`. It may start the driver and is therefore called with ENVIRONMENT set. The variables
+    that were added stay in `environment` if the result is True."""
     added = {name: value for name, value in ENVIRONMENT.items() if name not in environment}
     if "PYTORCH_ALLOC_CONF" in environment:  # the same variable under its newer name
         added.pop("PYTORCH_CUDA_ALLOC_CONF", None)
@@ -39,8 +39,8 @@ def available(environment: MutableMapping[str, str], is_available: Callable[[], 
 
 
 def device_index(rendezvous: Rendezvous, visible: int) -> int:
-    """Which of the `visible` devices is this rank's: the one of its local rank; or the only one, where the scheduler
-    shows every task its own. Raises UserError where ranks would share a device."""
+    """The index of this rank's device among the `visible` ones: that of its local rank; or the only one, where the
+    scheduler shows every task its own. Raises UserError where ranks would share a device."""
     if 1 < visible < rendezvous.local_world_size:
         raise UserError(
             f"{rendezvous.local_world_size} ranks on {rendezvous.node} would share {visible} GPUs; start one rank a "
@@ -50,8 +50,8 @@ def device_index(rendezvous: Rendezvous, visible: int) -> int:
 
 
 def hide_unusable(on_cuda: bool) -> None:
-    """Make Transformer Engine and apex an ImportError where they cannot work: on a CPU, and apex without its compiled
-    half. Megatron takes them wherever they import."""
+    """Make importing Transformer Engine and apex an ImportError where they cannot work: both on a CPU, and apex without
+    its compiled half. Megatron uses them wherever they import."""
     unusable = [] if on_cuda else ["transformer_engine", "apex"]
     if importlib.util.find_spec("amp_C") is None:
         unusable.append("apex")

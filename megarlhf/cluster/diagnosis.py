@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and who of them holds up the others. Pure."""
+"""What ranks report of themselves, and which of them hold up the others. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITS = ("torch/distributed/", "megarlhf/cpu/collectives.py", "megarlhf/cpu/sha
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """What a rank reports of itself."""
 
     rank: int
     node: str
@@ -36,7 +36,7 @@ class Beat:
 
 
 def parse_beat(values: Any) -> Beat:
-    """A beat as it arrives. Raises ValueError when it is none."""
+    """A received message as a Beat. Raises ValueError if it is none."""
     kinds = {"rank": int, "node": str, "pid": int, "phase": str, "step": (int, type(None)), "count": int, "stack": list}
     sound = isinstance(values, dict) and values.keys() == kinds.keys()
     if not (sound and all(isinstance(values[name], kind) for name, kind in kinds.items())):
@@ -46,7 +46,7 @@ def parse_beat(values: Any) -> Beat:
 
 @dataclass
 class Seen:
-    """A rank as rank 0 sees it; times are of rank 0's clock."""
+    """What rank 0 knows of a rank; times are of rank 0's clock."""
 
     beat: Beat | None  # None: it has not come yet
     heard: float  # when its last beat came
@@ -54,7 +54,7 @@ class Seen:
 
 
 def diagnosis(seen: dict[int, Seen], now: float, silence: float) -> tuple[str, list[int]]:
-    """Who holds up the others: (the text for the user, the ranks that lag).
+    """Which ranks hold up the others: (the text for the user, these ranks).
 
     In this order: ranks not heard of for `silence` seconds (stopped, or their machine is cut off); ranks that have
     entered fewer phases than others; ranks that do not wait in a collective while others do; the ranks whose stack is
@@ -85,7 +85,7 @@ def diagnosis(seen: dict[int, Seen], now: float, silence: float) -> tuple[str, l
 
 
 def is_of_peer(error: BaseException) -> bool:
-    """Does this error only say that another rank, or the way to it, broke?"""
+    """Whether this error only says that another rank, or the connection to it, broke."""
     chain = [error]
     while (error := error.__cause__ or error.__context__) is not None and error not in chain:
         chain.append(error)
@@ -96,10 +96,11 @@ def is_of_peer(error: BaseException) -> bool:
 
 
 def stack_of(frame: types.FrameType) -> tuple[str, ...]:
-    """Each call as "file:line function", innermost last: where the program is, and of what lies above it our own
-    functions, which say what it was about to do.
+    """Each call as "file:line function", innermost last. The innermost calls are complete; of those above only our own
+    functions are kept, which tell what the program was about to do.
 
-    Not traceback.extract_stack: that looks at the source files, and the file system may be what hangs."""
+    Not traceback.extract_stack: that reads the source files, and the file system may be what hangs.
+    """
     calls = [
         f"{_short(call.f_code.co_filename)}:{line} {call.f_code.co_name}" for call, line in traceback.walk_stack(frame)
     ]

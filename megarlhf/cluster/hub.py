@@ -1,8 +1,8 @@
-"""Rank 0's side of the watchdog: hears every rank and judges.
+"""Rank 0's side of the watchdog: it receives the messages of every rank and decides when the job must end.
 
-One thread does all of it. It listens on rank 0's own address alone, and until somebody has proved that he knows the
-job's secret (channel.py), he gets a few seconds, a short line and nothing else; strangers cannot crowd out the ranks,
-for the oldest of them goes when there are too many. A rank connects once.
+One thread does all of it. It listens on rank 0's own address alone. Until a connection has proved that it knows the
+job's secret (channel.py), it gets a few seconds and a short line. Strangers cannot crowd out the ranks: when there are
+too many, the oldest is closed. A rank connects once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SPARE = 64  # connections without proof, beyond one a rank
 
 
 class RunningClock:
-    """Seconds for which this process has been running: the monotonic clock without the time that it was stopped for
-    (`scontrol suspend`). Exact as long as it is read every `tick` seconds."""
+    """Seconds for which this process has been running: the monotonic clock without the time in which the process was
+    stopped (`scontrol suspend`). Exact if it is read every `tick` seconds."""
 
     def __init__(self, tick: float):
         self.tick = tick
@@ -66,8 +66,8 @@ class Hub(threading.Thread):
         self, address: str, node: str, world_size: int, secret: bytes, job: JobConfig, directory: Path,
         *, timeout: float, interval: float,
     ):  # fmt: skip
-        """`address`: to listen on. `directory`: where requeues are recorded. `timeout` (seconds): no progress for this
-        long is a hang. `interval`: seconds between the beats of a rank."""
+        """`address`: to listen on. `directory`: where requeues are recorded. `timeout`: seconds without progress after
+        which the job hangs. `interval`: seconds between the beats of a rank."""
         super().__init__(name="watchdog hub", daemon=True)
         self.node, self.secret, self.job, self.directory = node, secret, job, directory
         self.timeout, self.interval = timeout, interval
@@ -93,7 +93,7 @@ class Hub(threading.Thread):
         self.start()
 
     def close(self) -> None:
-        """Rank 0 ends as it should; the others, which end now too, must not take it for a loss."""
+        """A regular end of rank 0. The other ranks, which end now too, must not report it as lost."""
         self.closing.set()
         self.waker.send(b".")
         self.join(10)
@@ -152,7 +152,7 @@ class Hub(threading.Thread):
             self.send(peer, peer.nonce + b"\n")
 
     def read(self, peer: _Peer) -> None:
-        """What has come from one connection. Whatever does not make sense ends it."""
+        """Read from one connection. Close it at the first invalid message."""
         try:
             data = peer.socket.recv(65536)
             for line in peer.lines.feed(data):
@@ -209,7 +209,7 @@ class Hub(threading.Thread):
     # ---------------------------------------------------------------------------------------------- messages
 
     def hear(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Raises ValueError for what no rank would say."""
+        """Handle one message. Raises ValueError for one that no rank sends."""
         match message:
             case {"beat": values}:
                 self.hear_beat(peer, values)
@@ -248,7 +248,7 @@ class Hub(threading.Thread):
     # ---------------------------------------------------------------------------------------------- judgement
 
     def verdict(self, now: float) -> tuple[str, int, str | None, str | None] | None:
-        """(what to print, exit status, why another attempt may succeed, what to compare with other attempts)."""
+        """(text to print, exit status, why another attempt may succeed, what to compare with other attempts)."""
         for _, message, status, of_peer in self.errors:
             if not of_peer:
                 return message, status, None, None
@@ -288,8 +288,8 @@ class Hub(threading.Thread):
         return None
 
     def cut_ways(self) -> str:
-        """Which nodes do not reach each other now, for a message; "" if there are none. The first rank of every node
-        that still speaks tries."""
+        """Which nodes cannot reach each other now, for a message; "" if there are none. The first rank of every node
+        that still answers tries to connect."""
         now = self.clock.seconds
         speakers: dict[str, _Peer] = {}
         for rank, peer in sorted(self.ranks.items()):
@@ -310,10 +310,11 @@ class Hub(threading.Thread):
         return f"\n  {probe.several(found)}" if found else ""
 
     def end(self, text: str, status: int, retry: str | None, failure: str | None) -> None:
-        """Print the verdict, tell all ranks, and leave when they have heard.
+        """Print the verdict, tell all ranks, and leave when they have received it.
 
         The ranks are told last: when the first of them leaves, srun and mpirun end this one. Nothing before that waits
-        for longer than GRACE."""
+        longer than GRACE.
+        """
         say(text + (request_requeue(retry, self.job, self.directory, failure) if retry else ""))
         for peer in list(self.ranks.values()):
             self.tell(peer, status=status)
@@ -323,8 +324,8 @@ class Hub(threading.Thread):
 
 
 def attempt(work: Callable[[], Any], otherwise: Any = None) -> Any:
-    """What `work` returns, or `otherwise` if that takes more than GRACE seconds, as on a file system that hangs. For
-    those who end the process soon: `work` goes on in a thread."""
+    """The result of `work`, or `otherwise` if it takes more than GRACE seconds, as on a file system that hangs. Only
+    for callers that end the process soon, since `work` goes on in a thread."""
     result = [otherwise]
     thread = threading.Thread(target=lambda: result.insert(0, work()), daemon=True)
     thread.start()
@@ -333,7 +334,7 @@ def attempt(work: Callable[[], Any], otherwise: Any = None) -> Any:
 
 
 def request_requeue(reason: str, job: JobConfig, directory: Path, failure: str | None) -> str:
-    """As in slurm.py, without waiting for a file system that hangs."""
+    """As in slurm.py, but does not wait for a file system that hangs."""
     return attempt(
         lambda: slurm.request_requeue(reason, job, directory, failure),
         "\n  whether the job is requeued is not recorded: the file system does not answer",
@@ -341,12 +342,12 @@ def request_requeue(reason: str, job: JobConfig, directory: Path, failure: str |
 
 
 def say(text: str) -> None:
-    """Print a last word, if somebody reads standard error; a full pipe must not keep the process from leaving."""
+    """Print a last message, if anything reads standard error; a full pipe must not keep the process from leaving."""
     attempt(lambda: print(f"\n{text}", file=sys.stderr, flush=True))  # a line of its own: the progress bar's is open
 
 
 def _allow_files(count: int) -> None:
-    """As many open files as rank 0 needs, where the soft limit is lower (often 1024)."""
+    """Raise the soft limit of open files (often 1024) to what rank 0 needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,6 +1,6 @@
-"""The checks at a job's start, in seconds: what would otherwise end or slow a large allocation half an hour later.
+"""The checks at a job's start, in seconds: they find what would otherwise end or slow a large allocation much later.
 
-`reach` runs before the process group exists, `compare` right after. Whatever they refuse names the host.
+`reach` runs before the process group exists, `compare` right after. Every message names the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FREE = 0.85  # of a device's memory, at least
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank finds on its machine."""
+    """What one rank finds out about its machine."""
 
     rank: int
     node: str
@@ -56,8 +56,8 @@ class Speed:
 def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
     """Every node opens a connection to every other, on the network on which it reaches rank 0. Collective over `store`.
 
-    torch connects the same ranks a moment later and gives no name when one of them does not answer. Raises UserError on
-    rank 0 (its watchdog ends the others) that names the nodes.
+    torch connects the same ranks a moment later and gives no name when one of them does not answer. Raises UserError
+    that names the nodes, on rank 0; its watchdog ends the other ranks.
     """
     if rendezvous.world_size == 1:
         return
@@ -79,10 +79,10 @@ def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
 
 
 def compare(rendezvous: Rendezvous, config: str) -> None:
-    """Same versions and configuration, free devices, like clocks and speeds on all ranks. Collective. `config`: the
-    resolved configuration as YAML.
+    """Check that all ranks have the same versions and configuration, free devices, similar clocks and speeds.
+    Collective. `config`: the resolved configuration as YAML.
 
-    Raises UserError on all ranks for what cannot work; rank 0 prints what is only slow or odd, and one line of figures.
+    Raises UserError on all ranks for what cannot work. Rank 0 prints what is only slow or odd, and one line of figures.
     """
     started = time.monotonic()
     facts = _gather(_facts(rendezvous, config))
@@ -179,7 +179,7 @@ def _gather(mine: Any) -> list:
 
 
 def _odd(facts: list[Facts], key: Callable[[Facts], str], name: str, remedy: str) -> list[str]:
-    """Who differs from the majority in `key`."""
+    """The ranks that differ from the majority in `key`."""
     usual = statistics.mode(key(fact) for fact in facts)
     odd = [fact for fact in facts if key(fact) != usual]
     if not odd:
@@ -223,7 +223,7 @@ def _matmul() -> tuple[int, float]:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of five runs, after one to warm up."""
+    """Seconds of the fastest of five runs, after one warm-up."""
     times = []
     for _ in range(6):
         backend.synchronize()

@@ -1,19 +1,19 @@
-"""Where this process stands among its peers: the environment -> `Rendezvous`, for torchrun, Slurm, MPI and one process.
+"""This process's place among the ranks: the environment -> `Rendezvous`, for torchrun, Slurm, MPI and one process.
 
 `rendezvous(env)` is a pure function, so every launcher is tested on a dictionary. The first of these that is present
 decides, because the inner launcher leaves the outer one's variables in place:
 
-1. RANK and WORLD_SIZE: torchrun (also inside srun), or exported by hand.
-2. OMPI_COMM_WORLD_*: Open MPI's mpirun. Inside a Slurm job mpirun starts its daemons with srun, so the SLURM_PROCID
-   that the ranks inherit is the daemon's and wrong for them.
-3. PMI_* with MPI_LOCALRANKID: MPICH's mpirun (hydra). srun --mpi=pmi2 sets PMI_* too, but no MPI_LOCALRANKID.
-4. A Slurm step (srun). No MPI is needed; srun's --mpi= makes no difference.
-5. One process.
+    1. RANK and WORLD_SIZE: torchrun (also inside srun), or exported by hand.
+    2. OMPI_COMM_WORLD_*: Open MPI's mpirun. Inside a Slurm job mpirun starts its daemons with srun, so the SLURM_PROCID
+       that the ranks inherit is the daemon's and wrong for them.
+    3. PMI_* with MPI_LOCALRANKID: MPICH's mpirun (hydra). srun --mpi=pmi2 sets PMI_* too, but no MPI_LOCALRANKID.
+    4. A Slurm step (srun). No MPI is needed; srun's --mpi= makes no difference.
+    5. One process.
 
-`resolve()` is what programs call. It adds what only the machine knows and fails within seconds where torch would retry
+`resolve()` is what programs call. It adds what only the machine knows, and fails within seconds where torch would retry
 silently for five minutes. This module imports neither torch nor megatron, so a bad launch line is reported at once.
 
-`python -m megarlhf.cluster.launch`, started in place of the training program, tells whether a launch line works.
+`python -m megarlhf.cluster.launch`, started in place of the training program, tests a launch line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HOST = r"([^,\[\]]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One rank's place, and where rank 0 listens. `resolve()` leaves no field None."""
+    """One rank's place, and the address at which rank 0 listens. `resolve()` leaves no field None."""
 
     launcher: Literal["torchrun", "env", "mpi", "slurm", "single"]
     rank: int
@@ -174,7 +174,8 @@ def exchange_over_mpi(found: Rendezvous) -> Rendezvous:
 
 
 def check_address(found: Rendezvous, *, timeout: float = 10) -> None:
-    """MASTER_ADDR resolves within `timeout` seconds and, on rank 0, is this node's and its port is free.
+    """Check that MASTER_ADDR resolves within `timeout` seconds and, on rank 0, that it is this node's and the port
+    free.
 
     torch itself retries an address that does not resolve silently for five minutes. Raises UserError.
     """
@@ -198,10 +199,10 @@ def check_address(found: Rendezvous, *, timeout: float = 10) -> None:
 
 
 def await_rank0(found: Rendezvous, *, timeout: float = 300) -> None:
-    """Return once rank 0 accepts connections; call it just before torch's init_process_group, after the slow imports.
+    """Return once rank 0 accepts connections. Call it just before torch's init_process_group, after the slow imports.
 
-    `timeout` (seconds) must cover the spread between the ranks' start-up times. Raises UserError with what the last
-    attempt met, where torch would give no reason.
+    `timeout` (seconds) must cover the differences between the ranks' start-up times. Raises UserError with the error of
+    the last attempt, where torch would give no reason.
     """
     if found.rank == 0:
         return
@@ -222,8 +223,8 @@ def await_rank0(found: Rendezvous, *, timeout: float = 300) -> None:
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the exception it raised, or a TimeoutError. For calls that know no time-out of their own
-    and let no signal through: getaddrinfo with a name server that is down, torch's store before a stranger's port."""
+    """The result of `work`, or the exception it raised, or a TimeoutError. For calls that have no time-out of their own
+    and block signals: getaddrinfo with a name server that is down, torch's store at a stranger's port."""
     answer: list = []
 
     def run():
@@ -294,7 +295,7 @@ def _ranks(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, int, in
 
 
 def _refuse_same_rank_everywhere(env: Mapping[str, str]) -> None:
-    """RANK exported once in a batch script is the same in every task, and the ranks would wait for ever."""
+    """RANK exported once in a batch script is the same in every task; the ranks would wait for each other forever."""
     for rank, size, *_ in (_OPEN_MPI, _HYDRA, _SLURM):
         if rank in env:
             if env.get(size) == env["WORLD_SIZE"] and env[rank] != env["RANK"]:
@@ -306,8 +307,8 @@ def _refuse_same_rank_everywhere(env: Mapping[str, str]) -> None:
 
 
 def _refuse_alone_in_a_job(env: Mapping[str, str]) -> None:
-    """One process in an allocation that was made for several: srun was forgotten, or the variables of its step did not
-    come through (a container that takes some of the environment)."""
+    """One process in an allocation made for several: srun is missing, or the variables of its step did not reach the
+    process (a container that takes only a part of the environment)."""
     if "SLURM_JOB_ID" not in env and "SLURM_PROCID" not in env:
         return
     job = f"Slurm job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "The Slurm job around"
@@ -371,7 +372,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def main() -> int:
-    """The self-check: every rank prints its place, joins a gloo group and checks one all-reduce."""
+    """The self-test: every rank prints its place, joins a gloo group and checks one all-reduce."""
     try:
         found = resolve()
         import torch

@@ -1,12 +1,12 @@
 """A run directory belongs to one job: the lease on it, which rank 0 holds.
 
-RUN/lease.json says who holds it. Its modification time says when it was last renewed, by the clock of the file system,
-which is the same for everybody. A second job is refused. It takes the lease over when the first is known to be gone, or
-did not renew it for LIMIT seconds, nor while it was watched. A holder that stood still for so long (`scontrol suspend`,
-a machine cut off) finds that out before it writes again (`verify`).
+RUN/lease.json names its holder. Its modification time is the time of its last renewal, by the clock of the file system,
+which is the same for all. A second job is refused. It takes the lease over in two cases: the first job is known to be
+gone; or the lease was not renewed for LIMIT seconds, nor while the second job watched it. A holder that was stopped for
+so long (`scontrol suspend`, a machine cut off) notices before it writes again (`verify`).
 
-Files are created exclusively (O_EXCL), which every file system in use for this can do; neither links nor locks are
-needed. What a lease says of processes is read from /proc.
+Files are created exclusively (O_EXCL), which all usual file systems support; neither links nor locks are needed.
+Whether a process of the lease still lives is read from /proc.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Lease:
             raise UserError(self.lost)
 
     def release(self) -> None:
-        """Give it back, if it is still ours."""
+        """Remove the lease file, if it is still ours."""
         self._ended.set()
         with self._lock, contextlib.suppress(OSError):
             self._remove(self.holder.token)
@@ -162,7 +162,7 @@ class Lease:
                 self.renewed = now
 
     def _create(self) -> bool:
-        """Whether there was no lease, and now there is ours."""
+        """Create the lease; False if there is one already."""
         now = _clock()
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -179,7 +179,7 @@ class Lease:
         return True
 
     def _read(self) -> tuple[Holder, float] | None:
-        """Who holds it, and when they renewed it. Of a damaged lease, or one that is being written, only the time."""
+        """The holder and the time of the last renewal. Only the time if the lease is damaged or being written."""
         try:
             with self.path.open() as file:
                 renewed = os.fstat(file.fileno()).st_mtime
@@ -233,7 +233,7 @@ class Lease:
             claim.unlink(missing_ok=True)
 
     def _clean(self) -> None:
-        """Remove what jobs left here that were killed in the middle of `_remove` or `_now`."""
+        """Remove the files of jobs that were killed in the middle of `_remove` or `_now`."""
         with contextlib.suppress(OSError):
             now = self._now()
             for debris in self.run.glob(f"{NAME}.*"):
@@ -265,14 +265,14 @@ def held(run: Path) -> Iterator[None]:
 
 
 def verify() -> None:
-    """Before anything is written to the run directory; on all ranks but 0 nothing happens. Raises UserError if another
-    job has taken the directory over."""
+    """Call it before anything is written to the run directory; on all ranks but 0 nothing happens. Raises UserError if
+    another job has taken the directory over."""
     if _held is not None:
         _held.verify()
 
 
 def release() -> None:
-    """Give the lease back, if this process has one; also for whoever ends the process without unwinding."""
+    """Release the lease, if this process has one; also for code that ends the process without unwinding."""
     global _held
     lease, _held = _held, None
     if lease is not None:
@@ -280,8 +280,8 @@ def release() -> None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the machine did; None if there is no such process,
-    or if it has ended and nobody has asked for its status."""
+    """When a process of this machine started, in clock ticks since the machine did. None if there is no such process,
+    or if it has ended and its parent has not waited for it."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -290,7 +290,7 @@ def _started(pid: int) -> int | None:
 
 
 def _hidden(pid: int) -> bool:
-    """Whether this is a live process of another user's: /proc may be mounted so that it does not show them."""
+    """Whether this is a live process of another user: /proc may be mounted so that it hides them."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -301,7 +301,7 @@ def _hidden(pid: int) -> bool:
 
 
 def _clock() -> float:
-    """Seconds; on Linux a clock that goes on while the machine is suspended."""
+    """Seconds; on Linux of a clock that runs on while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

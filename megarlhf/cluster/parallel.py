@@ -14,7 +14,7 @@ from megarlhf.config import UserError
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one model is laid over ranks. The data-parallel size is what the number of ranks leaves."""
+    """How one model is laid over ranks. The data-parallel size is the number of ranks divided by the model's ranks."""
 
     tensor: int = 1  # ranks that share each layer's matrices
     pipeline: int = 1  # ranks that hold consecutive layers
@@ -117,7 +117,7 @@ class Topology:
 
     @property
     def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage of this rank's pipeline: the source of what only it computes."""
+        """Global rank of the last stage of this rank's pipeline, which broadcasts what only it computes."""
         return dist.get_global_rank(self.pipeline_group, self.parallel.pipeline - 1)
 
 
@@ -154,7 +154,7 @@ def start(parallel: ParallelConfig) -> Topology:
 
 
 def _ring(pipeline_group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """A group of the first and the last stage of every pipeline; this rank's, if it is one of them. Collective."""
+    """This rank's group of the first and the last stage of its pipeline; None on other stages. Collective."""
     stages = dist.get_process_group_ranks(pipeline_group)
     ends = [None] * dist.get_world_size()
     dist.all_gather_object(ends, (stages[0], stages[-1]))

@@ -1,5 +1,5 @@
-"""Which nodes open connections to which: the addresses, the listeners and the attempts. What carries them between the
-ranks is the caller's: torch's store at the start (job_checks.py), the watchdog's channel later (hub.py)."""
+"""Which nodes can open connections to which: the addresses, the listeners and the attempts. The caller carries them
+between the ranks: over torch's store at the start (job_checks.py), over the watchdog's channel later (hub.py)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def own_address(rendezvous: Rendezvous, store: Any) -> str:
 
 
 def listener(address: str) -> socket.socket:
-    """Connections to it are opened by the kernel; nobody needs to accept them."""
+    """A listening socket. The kernel accepts connections to it; no code has to."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)
 
 
 def unreached(node: str, places: Sequence[Place], timeout: float = CONNECT_SECONDS) -> list[str]:
-    """Try to connect to every place at once; one text for each that `node` cannot reach, within `timeout` seconds."""
+    """Try to connect to every place at the same time. Returns one text for each that `node` cannot reach within
+    `timeout` seconds."""
 
     def attempt(place: Place) -> str | None:
         try:
@@ -58,7 +59,7 @@ def unreached(node: str, places: Sequence[Place], timeout: float = CONNECT_SECON
 
 
 def several(failures: list[str]) -> str:
-    """Eight of them, for a message."""
+    """At most eight of them, for a message."""
     more = f"; and {len(failures) - 8} more" if len(failures) > 8 else ""
     return "; ".join(failures[:8]) + more
 

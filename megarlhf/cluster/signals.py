@@ -15,24 +15,24 @@ _asked = STAY
 
 
 def asked() -> int:
-    """What the signals so far ask for."""
+    """The strongest request of the signals so far: STAY, REQUEUE or END."""
     return _asked
 
 
 def watch() -> None:
-    """To be called first of all: importing torch takes minutes on a cold file system."""
+    """Install the handlers. Call it first of all: importing torch takes minutes on a cold file system."""
     signal.signal(signal.SIGUSR1, _remember)
     signal.signal(signal.SIGTERM, _leave)
 
 
 def remember() -> None:
-    """From now on both signals ask for a save instead of ending the process."""
+    """From now on both signals ask for a save and do not end the process."""
     signal.signal(signal.SIGUSR1, _remember)
     signal.signal(signal.SIGTERM, _remember)
 
 
 def end_at_once() -> None:
-    """From now on both signals end the process; so does one that has come before and was remembered."""
+    """From now on both signals end the process; one that was remembered before ends it now."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     if _asked != STAY:

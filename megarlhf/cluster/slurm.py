@@ -1,13 +1,14 @@
-"""This run's place in its Slurm job: when the job ends, who asked it to stop, and whether it may be queued again.
+"""This run's place in its Slurm job: when the job ends, which signals ask it to stop, and whether it may be requeued.
 
     USR1 (`#SBATCH --signal=USR1@...`, `scancel -s USR1 JOB`), or the job's end is near: save, leave, be requeued
     TERM (`scancel -s TERM JOB`; `scancel`, `scontrol requeue` and preemption send it, and KILL some 30 s later):
         save, leave
 
 A signal only sets a flag (signals.py). At the next safe point, the end of a step, all ranks agree on it, save together
-and leave. The batch script requeues (examples/slurm/): a container may have no scontrol. It looks for the file that it
-has named in MEGARLHF_REQUEUE: absent while the ranks have not met, empty from then on, with a reason in it when another
-attempt makes sense. Without Slurm the signals work the same, and starting the program again goes on.
+and leave. The batch script requeues the job (examples/slurm/), since a container may have no scontrol. It looks for the
+file that it has named in MEGARLHF_REQUEUE. The file is absent until the ranks have met and empty after that; a reason
+in it asks for another attempt. Without Slurm the signals work the same, and a new start of the program continues the
+run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class JobConfig:
 
 
 class Job:
-    """What a loop asks at each safe point. Make it when the first step is known; collective in `leave` alone."""
+    """Decides at each safe point whether a loop goes on. Make it when the first step is known; only `leave` is
+    collective."""
 
     def __init__(self, config: JobConfig, run: Path, step: int):
         """`step`: updates done so far. Raises UserError (on rank 0, for all) when two attempts of this job that began
@@ -69,7 +71,8 @@ class Job:
             _count_start(run, step)
 
     def leave(self, save_seconds: float) -> bool:
-        """Whether all ranks save and leave now; the same on all. Once a step, at its end. One all-reduce of a number.
+        """Whether all ranks save and leave now; the same on all. Call it once a step, at its end. One all-reduce of a
+        number.
 
         `save_seconds`: how long a save takes.
         """
@@ -87,7 +90,8 @@ class Job:
         return self.why != signals.STAY
 
     def close(self, step: int, total: int) -> None:
-        """After the last save. A run that leaves early asks for a requeue, or says how to go on, and exits here."""
+        """After the last save. A run that leaves early asks for a requeue, or prints how to continue, and exits
+        here."""
         if self.why == signals.STAY or step == total:
             return
         requeued = self.why == signals.REQUEUE and may_requeue(self.config)
@@ -102,7 +106,7 @@ class Job:
 def end_of_job() -> float | None:
     """When the time limit ends this job, in seconds since the epoch; None outside Slurm or without a limit.
 
-    From `scontrol`, which knows of limits that were changed, else from the environment, as it was at the start.
+    From `scontrol`, which knows changed limits, otherwise from the environment, as it was at the start.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
@@ -120,22 +124,22 @@ def end_of_job() -> float | None:
 
 
 def may_requeue(config: JobConfig) -> bool:
-    """Is there a batch script that requeues, and has it done so less often than it may?"""
+    """Whether a batch script requeues this job, and has not yet done so as often as it may."""
     return "MEGARLHF_REQUEUE" in os.environ and _restarts() < config.max_requeues
 
 
 def take_over() -> None:
-    """Tell the batch script that from now on the run itself says whether it wants another attempt."""
+    """Tell the batch script that from now on the run itself decides whether it wants another attempt."""
     with contextlib.suppress(KeyError, OSError):
         Path(os.environ["MEGARLHF_REQUEUE"]).touch()
 
 
 def request_requeue(reason: str, config: JobConfig, run: Path | None = None, failure: str | None = None) -> str:
-    """Ask the batch script for another attempt; what to add to the message about it. Any rank may call it.
+    """Ask the batch script for another attempt. Returns what to add to the message about it. Any rank may call it.
 
-    `failure` describes a failure without what differs between attempts (process ids, nodes). It is recorded in `run`,
-    and when attempts in a row have ended with the same one, there is no further attempt: two in the same step, three
-    before the first step, where whatever is lost is lost alike.
+    `failure` describes a failure without what differs between attempts (process ids, nodes). It is recorded in `run`.
+    There is no further attempt when attempts in a row have ended with the same failure: two in the same step, or three
+    before the first step.
     """
     if "MEGARLHF_REQUEUE" not in os.environ:
         return ""

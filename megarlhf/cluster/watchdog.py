@@ -1,21 +1,20 @@
-"""The watchdog: every rank's heartbeat, the first error shown once, and an end for ranks that hang.
+"""The watchdog: every rank's heartbeat, the first error printed once, and an end for ranks that hang.
 
 A side channel over TCP joins every rank to rank 0 (hub.py), apart from NCCL and gloo and served by threads of its own,
 so it works while the main thread is stuck in a collective. Both ends prove that they know the job's secret
-(channel.py). torch's store, which anybody can write, tells where the hub is, and counts for nothing after that. Over
-the channel go
+(channel.py). torch's store, which anybody can write, only tells the hub's address. Over the channel go
 
-    rank -> rank 0   a beat every few seconds: phase, step, count of phases entered, the main thread's Python stack;
+    rank -> rank 0   a beat every few seconds: phase, step, number of phases entered, the main thread's Python stack;
                      an error, before the rank exits; "bye"
     rank 0 -> rank   an answer to each beat, with rank 0's own state; the verdict, which ends the rank; the question
                      which nodes this one reaches
 
-Rank 0 judges when there is trouble: an error, a connection that ended without "bye" (the process was killed, or its
-machine is gone), or no progress for `JobConfig.hang_minutes`. It prints what happened, once, and every rank leaves with
-a nonzero status. If rank 0 itself is gone or stopped, the others notice by its silence. All ages are measured on one
-machine's clock, so clocks that differ do no harm, and time in which the judge itself was stopped does not count.
+Rank 0 decides in three cases: an error; a connection that ended without "bye" (the process was killed, or its machine
+is gone); no progress for `JobConfig.hang_minutes`. It prints what happened, once, and every rank exits with a nonzero
+status. The other ranks notice by its silence when rank 0 itself is gone or stopped. All ages are measured on one
+machine's clock, so clocks that differ do no harm, and time in which rank 0 itself was stopped does not count.
 
-A phase is entered by all ranks in the same order: that is what makes their counts comparable.
+All ranks enter the same phases in the same order, so that their numbers of phases can be compared.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _watch: _Watch | None = None
 
 
 def start(rendezvous: Rendezvous, store: Any, job: JobConfig, directory: Path) -> None:
-    """Join the side channel; returns when all ranks have. `store` (torch's, of any kind) tells them where it is,
-    `directory`, which all nodes share, the secret.
+    """Join the side channel; returns when all ranks have joined. The ranks read its address from `store` (torch's, of
+    any kind) and the secret from `directory`, which all nodes share.
 
-    Ranks that do not come within `JobConfig.join_minutes` are named, with the nodes on which ranks are missing, and all
-    leave. Raises UserError where the channel cannot be set up.
+    If ranks do not join within `JobConfig.join_minutes`, a message names them and their nodes, and all ranks exit.
+    Raises UserError where the channel cannot be set up.
     """
     global _watch
     assert _watch is None
@@ -72,9 +71,9 @@ def start(rendezvous: Rendezvous, store: Any, job: JobConfig, directory: Path) -
 
 
 def phase(name: str, step: int | None = None) -> None:
-    """Say what the program does from now on. Every call counts as progress and must be made by all ranks in the same
-    order. `step` counts from 1. Costs microseconds; without `start`, nothing happens. Raises UserError if this job has
-    lost its run directory to another one."""
+    """Record what the program does from now on. Every call counts as progress, and all ranks must make the same calls
+    in the same order. `step` counts from 1. Costs microseconds; does nothing without `start`. Raises UserError if this
+    job has lost its run directory to another one."""
     lease.verify()
     if _watch is not None:
         _watch.enter(name, step)
@@ -88,7 +87,7 @@ def fail(message: str, status: int, error: BaseException) -> None:
 
 
 def close() -> None:
-    """This rank ends as it should."""
+    """A regular end of this rank."""
     global _watch
     if _watch is not None:
         _watch.close()
@@ -273,7 +272,7 @@ class _Watch:
 
 
 def _published(rendezvous: Rendezvous, store: Any) -> tuple[str, str, str]:
-    """What rank 0 has written into the store. Raises UserError when it has not."""
+    """What rank 0 has written into the store. Raises UserError after a time-out."""
     try:
         address, port, wanted = store.get(KEY).decode().split()
     except (RuntimeError, ValueError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors

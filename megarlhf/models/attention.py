@@ -1,7 +1,7 @@
 """Core attention over torch's scaled_dot_product_attention, for every backend.
 
-It honours a boolean mask everywhere (TE's causal attention does not look at one), takes torch's fused causal kernel
-when there is no mask, and knows grouped-query attention (`operations.attend`).
+It applies a boolean mask everywhere (TE's causal attention ignores one), uses torch's fused causal kernel without a
+mask, and supports grouped-query attention (`operations.attend`).
 """
 
 from __future__ import annotations

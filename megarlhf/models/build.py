@@ -1,4 +1,4 @@
-"""Engines by role: actor, critic, reward, reference; and the actor that carries the critic's head on its trunk."""
+"""Engines by role: actor, critic, reward, reference; and an actor whose trunk also has the critic's head."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def build(
     seed: int = 0,
     awaits_checkpoint: bool = False,
 ) -> Engine:
-    """An Engine for `role` on this layout with weights initialised from `seed`; it trains if it gets an optimizer. One
-    that `awaits_checkpoint` has only its scalar head initialised: drawing billions of numbers takes minutes."""
+    """An Engine for `role` on this layout, with weights initialised from `seed`; it trains if it gets an optimizer.
+    With `awaits_checkpoint` only the scalar head is initialised: drawing billions of numbers takes minutes."""
     config = transformer_config(
         architecture, parallel=topology.parallel, dtype=DTYPES[dtype], dropout=dropout, recompute=recompute
     )

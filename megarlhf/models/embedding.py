@@ -1,4 +1,4 @@
-"""The word embedding, with a backward that does not make a whole [V, H] for a few hundred tokens."""
+"""The word embedding, with a backward that allocates no gradient of the whole [V, H] for a few hundred tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarlhf.cluster import operations
 
 
 class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
-    """Megatron's vocabulary-parallel embedding; `GPT` turns one into this."""
+    """Megatron's vocabulary-parallel embedding; `GPT` changes the class of megatron's module to this one."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, S) -> [B, S, H], or this rank's [S/TP, B, H] under sequence parallelism."""

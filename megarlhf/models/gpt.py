@@ -1,4 +1,4 @@
-"""The one importer of megatron's GPTModel: `GPT` is one pipeline chunk of a model with a head."""
+"""`GPT`: one pipeline chunk of a model with a head. The only importer of megatron's GPTModel."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Head = Literal["logprobs", "values", "scores", "logprobs+values"]
 
 
 class GPT(GPTModel):
-    """One chunk of a model: the layers of one (virtual) pipeline stage, on the last stage with a head.
+    """One chunk of a model: the layers of one (virtual) pipeline stage, with a head on the last stage.
 
-    megatron builds the modules; the forward pass is ours, because RLHF wants neither logits nor megatron's loss.
+    megatron builds the modules. The forward pass is ours, because RLHF needs neither logits nor megatron's loss.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class GPT(GPTModel):
         return self.output_layer.weight
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """As megatron's, without the empty `_extra_state` entries that layers carry for FP8."""
+        """As megatron's, without the empty `_extra_state` entries that layers keep for FP8."""
         if self.has_words:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         else:  # GPTModel and LanguageModule expect an output layer here

@@ -1,6 +1,7 @@
 """What a model returns instead of logits: token log-probs, values or scores, as response-aligned (B, R) tensors.
 
-The shift by one between a position and the token it predicts happens here and nowhere else.
+Only this file shifts by one between a position and the token that it predicts.
+
 Legend: B rows, S tokens, P prompt columns, R = S - P, H hidden size, V' vocabulary rows of this rank.
 """
 
@@ -18,9 +19,10 @@ from megarlhf.cluster import backend
 
 
 class WordHead(tensor_parallel.ColumnParallelLinear):
-    """The output layer as a head: log-probs of the tokens that follow, never logits.
+    """The output layer as a head: log-probs of the next tokens, never logits.
 
-    `GPTModel` builds the ColumnParallelLinear (weight, tying, checkpoint keys, DDP hooks); `GPT` turns it into this.
+    `GPTModel` builds the ColumnParallelLinear (weight, tying, checkpoint keys, DDP hooks); `GPT` changes its class to
+    this one.
     """
 
     def forward(
@@ -33,9 +35,9 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> dict[str, Tensor]:
-        """hidden [S, B, H] (a [S/TP, B, H] shard under sequence parallelism), post final norm; weight [V', H], its own
-        or the word embedding's. Returns {"logprobs": (B, R)[, "entropy": (B, R)]} in fp32, 0 where `sequences.mask` is
-        False: those positions cost nothing."""
+        """hidden [S, B, H] (a [S/TP, B, H] shard under sequence parallelism), after the final norm; weight [V', H], its
+        own or the word embedding's. Returns {"logprobs": (B, R)[, "entropy": (B, R)]} in fp32, 0 where `sequences.mask`
+        is False: the head skips these positions."""
         first, rows = sequences.prompt_len, len(sequences)
         counted, labels = self._counted(sequences)
         output = kernels.linear_logprobs(
@@ -81,7 +83,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
 
     @staticmethod
     def _counted(sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """The tokens that count, as an index into [R * B], and their ids."""
+        """The tokens of `sequences.mask`, as an index into [R * B], and their ids."""
         counted = sequences.mask.t().flatten().nonzero().squeeze(1)
         return counted, sequences.tokens[:, sequences.prompt_len :].t().flatten()[counted]
 

@@ -1,4 +1,4 @@
-"""What layers a model is built of: Transformer Engine's or megatron's own, and the settings that go with them."""
+"""The layers that a model is built of: Transformer Engine's or megatron's own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def block_spec(
     layer_type: type | None = None,
     shared_norm: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage: TE's linears and norms on CUDA where TE imports, for bfloat16; megatron's local
-    ones otherwise; always with our `core_attention`. (TE's causal attention ignores a mask tensor: left-padded batches
-    would be silently wrong.) `layer_type` stands for megatron's TransformerLayer; with `shared_norm` its attention and
-    MLP have one norm between them."""
+    """The layers of one pipeline stage, always with our `core_attention`: TE's linears and norms on CUDA where TE
+    imports, for bfloat16; otherwise megatron's local ones. (TE's causal attention ignores a mask tensor: left-padded
+    batches would be silently wrong.) `layer_type` replaces megatron's TransformerLayer. With `shared_norm` attention
+    and MLP share one norm."""
     if backend.uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

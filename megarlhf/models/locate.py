@@ -15,7 +15,8 @@ from megarlhf.models.spec import FILE
 
 
 def find_model(path: str | Path, role: str = "actor") -> Path:
-    """The model directory meant by `path`: itself, whatever its role, or that of `role` in a checkpoint or a run."""
+    """The model directory that `path` names: `path` itself, whatever its role, or that of `role` in a checkpoint or a
+    run."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; give a model, a checkpoint or a run directory")

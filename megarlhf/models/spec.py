@@ -53,11 +53,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer. `family` names the table that converts it (tools/convert), nothing else depends on
+    """A decoder-only transformer. `family` names the table that converts it (tools/convert); nothing else depends on
     it.
 
-    `vocab_size` is the true vocabulary: the rows a tensor-parallel layout adds are an affair of that layout
-    (`padded_vocab_size`) and never receive probability.
+    `vocab_size` is the true vocabulary. A tensor-parallel layout adds rows (`padded_vocab_size`), which never receive
+    probability.
     """
 
     family: str
@@ -240,8 +240,8 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 
 
 def check_length(architecture: Architecture, length: int, key: str) -> None:
-    """Refuse (UserError) rows that are longer than the model's positions, also where rotary ones go on: nobody trained
-    it there. `key` is what to lower."""
+    """Refuse (UserError) rows that are longer than the model's positions, also where rotary positions go on: the model
+    was not trained there. `key` names the setting to lower."""
     if length > architecture.max_position_embeddings:
         raise UserError(
             f"{key}: rows of {length} tokens are longer than the model's {architecture.max_position_embeddings} "
