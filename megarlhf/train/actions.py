@@ -21,7 +21,7 @@ from megarlhf.train.clock import Clock
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine, Part
-    from megarlhf.experience.reward import Scorer
+    from megarlhf.experience.scorer import Scorer
     from megarlhf.experience.sampler import Sampler
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megarlhf import records
-from megarlhf.experience.reward import SourceConfig
+from megarlhf.experience.scorer import SourceConfig
 from megarlhf.models.locate import find_model
 from megarlhf.train.rl_config import OnlineRunConfig
 from megarlhf.train.settings import RUN_FILE

@@ -15,7 +15,7 @@ from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptsConfig
 from megarlhf.data.sft import SFTDataConfig
 from megarlhf.experience.gate import GateConfig
-from megarlhf.experience.reward import ScoringConfig
+from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train.guard import GuardConfig

@@ -15,7 +15,7 @@ def record_samples(batch: Batch, models: Models, config: LogConfig, step: int, l
     """The first responses of the batch with their scores."""
     if not log.enabled:
         return
-    from megarlhf.experience.reward import texts
+    from megarlhf.experience.scorer import texts
 
     rollout, signals = batch.rollout, batch.signals
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)

@@ -9,7 +9,7 @@ from megarlhf import checkpoint
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
-from megarlhf.experience.reward import Scorer, ScoringConfig
+from megarlhf.experience.scorer import Scorer, ScoringConfig
 from megarlhf.experience.sources import load_function
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout

@@ -12,7 +12,7 @@ from megarlhf.checkpoint import CheckpointConfig, Checkpoints
 from megarlhf.config import UserError
 from megarlhf.data.sft import continuation
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.experience.reward import ScoringConfig, SourceConfig, texts, truncate
+from megarlhf.experience.scorer import ScoringConfig, SourceConfig, texts, truncate
 from megarlhf.experience.sources import RemoteScorer
 from megarlhf.models.build import build
 from megarlhf.train import scoring

@@ -17,8 +17,8 @@ from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
-from megarlhf.experience.reward import ScoringConfig, SourceConfig, texts, truncate
 from megarlhf.experience.sampler import SamplerConfig
+from megarlhf.experience.scorer import ScoringConfig, SourceConfig, texts, truncate
 from megarlhf.experience.sources import FunctionScorer, RemoteScorer, finite_scores
 from megarlhf.train import generate, scoring
 from tests.distributed.layouts import GPT2, LLAMA

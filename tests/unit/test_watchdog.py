@@ -12,7 +12,7 @@ from megarlhf.cluster.diagnosis import Beat, Seen, diagnosis, is_of_peer, stack_
 
 NOW, SILENCE = 1000.0, 12.0
 WAITING = ("megarlhf/engine.py:1 step", "torch/distributed/distributed_c10d.py:2 all_reduce")
-WORKING = ("megarlhf/train/online.py:1 train", "megarlhf/experience/reward.py:9 score")
+WORKING = ("megarlhf/train/online.py:1 train", "megarlhf/experience/scorer.py:9 score")
 
 
 def ranks(**odd) -> dict[int, Seen]:
