@@ -198,6 +198,7 @@ def make_prompts(rows: int):
         tokens=torch.randint(0, MODEL["vocab_size"], (rows, PROMPT), generator=generator),
         valid=torch.arange(PROMPT) >= (PROMPT - sizes)[:, None],
         sequence_ids=torch.arange(rows),
+        prompt_ids=torch.arange(rows),
     )
 
 

@@ -67,11 +67,25 @@ class Sequences(Rows):
 
 @dataclass(frozen=True)
 class Scores(Rows):
-    """What the responses are worth."""
+    """What the responses are worth: a number for the outcome, and numbers for single tokens where steps are scored.
+    Weights, clips and normalisation of the K sources are applied, except in `by_source`."""
 
-    scores: Tensor  # (B,) float32
+    scores: Tensor  # (B,) float32: of the whole response, or the penalty
     mask: Tensor  # (B, R) bool: the tokens that were scored, all that count unless truncated (detail P5)
     accepted: Tensor  # (B,) bool: not given the penalty instead of a score
+    token_scores: Tensor | None = None  # (B, R) float32, 0 outside `mask` and with the penalty; default: 0
+    by_source: Tensor | None = None  # (B, K) float32: what each source said, summed over tokens; default: `scores`
+
+    def __post_init__(self):
+        if self.token_scores is None:
+            object.__setattr__(self, "token_scores", torch.zeros_like(self.mask, dtype=torch.float32))
+        if self.by_source is None:
+            object.__setattr__(self, "by_source", self.scores[:, None])
+
+    @property
+    def total(self) -> Tensor:
+        """(B,) float32: the outcome's score and those of the tokens."""
+        return self.scores + self.token_scores.sum(1)
 
 
 @dataclass(frozen=True)
@@ -126,9 +140,11 @@ class Prompts(Rows):
     tokens: Tensor  # (B, P) int64
     valid: Tensor  # (B, P) bool: not padding; at least the last column
     sequence_ids: Tensor  # (B,) int64: where a prompt stands in the whole run, whatever rank holds it
+    prompt_ids: Tensor  # (B,) int64: its row in the data set, by which its record is looked up on the host
 
     def __post_init__(self):
-        assert self.tokens.shape == self.valid.shape and self.sequence_ids.shape == self.tokens.shape[:1]
+        assert self.tokens.shape == self.valid.shape
+        assert self.sequence_ids.shape == self.prompt_ids.shape == self.tokens.shape[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +157,8 @@ class Rollout(Sequences):
     """
 
     sequence_ids: Tensor  # (B,) int64
+    prompt_ids: Tensor  # (B,) int64, as in Prompts
+    group_ids: Tensor  # (B,) int64: equal for the samples of one prompt of one step, and for no others of the run
     logprobs: Tensor  # (B, R) float32, of softmax(logits / temperature)
     entropy: Tensor | None = None  # (B, R) float32, of the same distribution
 

@@ -68,12 +68,16 @@ class Log:
             self._to_wandb(lambda: self.wandb.log(values, step=step))
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Rows of text and numbers, with the same keys each, to `name`.jsonl (with their step), TensorBoard and W&B.
-        `name` is one of TABLES."""
+        """Rows of JSON values, with the same keys each, to `name`.jsonl (with their step), TensorBoard and W&B, where
+        lists and objects are text. `name` is one of TABLES."""
         if not self.enabled or not rows:
             return
         assert name in TABLES
-        columns, cells = list(rows[0]), [list(row.values()) for row in rows]
+        columns = list(rows[0])
+        cells = [
+            [json.dumps(cell, ensure_ascii=False) if isinstance(cell, (list, dict)) else cell for cell in row.values()]
+            for row in rows
+        ]
 
         def line(cells) -> str:
             return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"

@@ -17,6 +17,13 @@ from pathlib import Path
 from tests.e2e.runs import CLI, start
 
 
+def row_ids(rows: int) -> dict:
+    """The ids of a rollout of `rows` prompts, each sampled once."""
+    import torch
+
+    return {name: torch.arange(rows) for name in ("sequence_ids", "prompt_ids", "group_ids")}
+
+
 def make_rollout(rows: int = 8, prompt: int = 10, response: int = 6, *, stop: bool = False, pad: int = 0, vocab=300):
     """Left-padded prompts and responses of ids from 10 on; with `stop` the responses end at different places. `pad`
     more columns of padding at the left change nothing else."""
@@ -37,7 +44,7 @@ def make_rollout(rows: int = 8, prompt: int = 10, response: int = 6, *, stop: bo
         mask=real[:, prompt:],
         segments=left(real.long(), (pad, 0)),
         prompt_len=prompt + pad,
-        sequence_ids=torch.arange(rows),
+        **row_ids(rows),
         logprobs=torch.zeros(rows, response),
     )
 

@@ -108,6 +108,7 @@ def rewards(
     exact KL, 0 with k1."""
     kl = token_kl(signals, config)
     found = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=score_position)
+    found = found + torch.where(mask, scores.token_scores, 0)
     if config.estimator != "exact":
         return found, torch.zeros_like(found)
     return found, own_correction(signals.logprobs, signals.ref_logprobs, kl, mask, kl_coef=kl_coef)
@@ -120,14 +121,14 @@ def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: fl
     logprobs."""
     mask = rollout.mask
     count = torch.ones_like(scores.scores).sum()
-    score, non_score = scores.scores.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
+    score, non_score = scores.total.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
     exact = {} if signals.kl is None else {"objective/kl_exact": (masked_sum(signals.kl, mask), count)}
     return {
         **exact,
         "objective/kl": (masked_sum(kl_estimate(signals.logprobs, signals.ref_logprobs), mask), count),
         "objective/entropy": (-masked_sum(signals.logprobs, mask), count),
         "objective/scores": (score, count),
-        "objective/scores_var": variance(scores.scores, torch.ones_like(scores.scores, dtype=torch.bool)),
+        "objective/scores_var": variance(scores.total, torch.ones_like(scores.scores, dtype=torch.bool)),
         "objective/non_score_reward": (non_score, count),
         "objective/scores_total": (score + non_score, count),
         "objective/response_length": (mask.sum(), count),

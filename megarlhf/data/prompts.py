@@ -1,10 +1,13 @@
-"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and shared out to the ranks.
+"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and shared out to the ranks. The
+whole lines stay on the host as records; batches carry their ids.
 
 Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this rank, P columns.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +23,8 @@ from megarlhf.data.tokenizer import Tokenizer, token_id
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """Where prompts come from: a file with {"prompt": ...} on every line. Other keys are ignored, blank lines too."""
+    """Where prompts come from: a file with {"prompt": ...} on every line. The other keys (an answer, tests) reach the
+    reward functions and servers. Blank lines are ignored."""
 
     path: str
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
@@ -38,15 +42,24 @@ class PromptsConfig:
             raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
+RECORD_BYTES = 2**24  # of what a line has beside its prompt; larger things belong in files of their own
+
+
 @dataclass(frozen=True)
 class PromptSet:
-    """Tokenized prompts of at most P tokens, with the text each was made from."""
+    """Tokenized prompts of at most P tokens, with the text each was made from and what else stood in its line."""
 
     tokens: list[np.ndarray]  # K of (length,) int64
     texts: list[str]
+    others: list[bytes]  # the other keys of each line, as a JSON object: a third to a half of what objects would take
+    prompt_key: str = "prompt"
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def records(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
+        """The lines of these prompts, every key. New objects, which the caller may change."""
+        return [{self.prompt_key: self.texts[row], **json.loads(self.others[row])} for row in prompt_ids]
 
     def rows(self, rows: np.ndarray, sequence_ids: np.ndarray, *, length: int, pad_id: int) -> Prompts:
         """The prompts `rows` as a left-padded batch, (B, P)."""
@@ -60,6 +73,7 @@ class PromptSet:
             tokens=torch.from_numpy(tokens),
             valid=torch.from_numpy(valid),
             sequence_ids=torch.from_numpy(np.asarray(sequence_ids, np.int64)),
+            prompt_ids=torch.from_numpy(np.asarray(rows, np.int64)),
         )
 
 
@@ -96,9 +110,9 @@ def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     room = config.length - len(bos)
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
-    tokens, texts, truncated, dropped = [], [], [], []
+    tokens, texts, others, truncated, dropped = [], [], [], [], []
     records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
-    for line, text in records.read(lambda row: _text(row, config.prompt_key)):
+    for line, (text, other) in records.read(lambda row: _parts(row, config.prompt_key)):
         body = text
         if config.start_text is not None:
             _, found, body = text.partition(config.start_text)
@@ -116,6 +130,7 @@ def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet
             ids = ids[: len(ids) - ids[::-1].index(end)]
         tokens.append(np.array(bos + ids, np.int64))
         texts.append(text)
+        others.append(other)
     report = PromptReport(
         path=config.path,
         num_lines=records.num_lines,
@@ -128,14 +143,27 @@ def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet
     )
     if not tokens:
         raise UserError(f"{report.summary()}; no prompt is left: give a file that has some")
-    return PromptSet(tokens, texts), report
+    return PromptSet(tokens, texts, others, config.prompt_key), report
 
 
-def _text(row: dict[str, Any], key: str) -> str:
+def _parts(row: dict[str, Any], key: str) -> tuple[str, bytes]:
+    """The prompt of a line, and its other keys as JSON."""
     text = string(row, key)
     if not text.strip():
         raise ValueError(f"'{key}' is empty")
-    return text
+    try:
+        rest = {name: value for name, value in row.items() if name != key}
+        other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
+    except ValueError:
+        raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
+    except RecursionError:
+        raise ValueError("the record is nested too deeply")
+    if len(other) > RECORD_BYTES:
+        raise ValueError(
+            f"the keys beside '{key}' take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of "
+            "their own and give their names"
+        )
+    return text, other
 
 
 class PromptLoader:

@@ -322,13 +322,14 @@ def rollout_of(
         is_eos = results["tokens"] == eos_id
         mask = is_eos.cumsum(1) == is_eos  # no EOS so far, or this is the first
         results = {name: value.masked_fill(~mask, pad_id if name == "tokens" else 0) for name, value in results.items()}
-    queries = prompts.tokens.masked_fill(~prompts.valid, pad_id).repeat_interleave(config.samples_per_prompt, 0)
-    valid = prompts.valid.repeat_interleave(config.samples_per_prompt, 0)
+    each = prompts.map(lambda value: value.repeat_interleave(config.samples_per_prompt, 0))
     return Rollout(
-        tokens=torch.cat([queries, results.pop("tokens")], 1),
+        tokens=torch.cat([each.tokens.masked_fill(~each.valid, pad_id), results.pop("tokens")], 1),
         mask=mask,
-        segments=torch.cat([valid, mask], 1).long(),
+        segments=torch.cat([each.valid, mask], 1).long(),
         prompt_len=prompts.tokens.shape[1],
         sequence_ids=sequence_ids,
+        prompt_ids=each.prompt_ids,
+        group_ids=each.sequence_ids,
         **results,
     )

@@ -1,15 +1,20 @@
 """What responses are worth: reward models, Python functions and remote scorers behind one call, with truncation and a
-fixed score for what cannot be truncated (detail P5), read at the last token that counts (detail R1).
+fixed score for what cannot be truncated (detail P5), read at the last token that counts (detail R1) or at every step.
 
-Legend: B rows of this data-parallel rank, P prompt columns, R response columns.
+A source's numbers are clipped, then normalised, then weighted, and added to those of the others.
+
+Legend: B rows of this data-parallel rank, P prompt columns, R response columns, K sources.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import urllib.parse
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,21 +26,32 @@ from megarlhf.batch import Rollout, Scores
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, token_id
-from megarlhf.experience.sources import FunctionScorer, RemoteScorer
+from megarlhf.experience.running import Moments
+from megarlhf.experience.sources import Answer, FunctionScorer, Record, RemoteScorer
+from megarlhf.metrics import Metric, Variance
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
+
+Numbers = tuple[Tensor, Tensor]  # of one source, (B, 1 + R) float32, 0 where the second, bool, is False: column 0 is
+# for the whole response, column 1 + j for token j
+NAME = re.compile(r"[\w.+-]+")
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """Where scores come from: give one of `checkpoint`, `function` and `url`. Functions and servers get texts: what
-    is scored of a response, without the BOS before a prompt and the EOS behind a response."""
+    is scored of a response, without the BOS before a prompt and the EOS behind a response, and the prompt's record.
+    They answer with a number for a response, or with [end, score] pairs for its steps (docs/reward-server.md)."""
 
     checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
     function: str | None = None  # module:function or path/to/file.py:function; called on one rank of each model copy
     url: str | None = None  # http://host:port of a reward server (docs/reward-server.md)
+    name: str | None = None  # in metrics, samples and the report; default: the directory's, function's or host's
     weight: float = 1.0
+    clip: tuple[float, ...] | None = None  # [low, high] of each of the source's numbers, before anything else
+    normalize: bool = False  # then subtract their running mean and divide by their running standard deviation
+    step_token: str | None = None  # checkpoint: score at each of these tokens, not at the last (process reward models)
     timeout: float = 60.0  # url: seconds for one request
     retries: int = 5  # url: of a request that got no answer, or HTTP 408, 429 or 5xx
     batch_size: int = 64  # url: responses a request
@@ -51,6 +67,12 @@ class SourceConfig:
             raise ValueError(f"batch_size: must be at least 1, not {self.batch_size}")
         if self.url is not None and not _is_url(self.url):
             raise ValueError(f"url: '{self.url}' is no address of a server; write it as http://host:port")
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ValueError(f"name: '{self.name}' must be of letters, digits and . _ + -")
+        if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
+            raise ValueError(f"clip: must be [low, high] with low < high, not {list(self.clip)}")
+        if self.step_token is not None and self.checkpoint is None:
+            raise ValueError("step_token: is for a checkpoint; functions and servers answer with [end, score] pairs")
 
 
 @dataclass(frozen=True)
@@ -67,27 +89,54 @@ class ScoringConfig:
             raise ValueError("sources: is empty; give at least one with a checkpoint, a function or a url")
         if self.truncate_after < 0:
             raise ValueError(f"truncate_after: must not be negative, not {self.truncate_after}")
+        given = [source.name for source in self.sources if source.name is not None]
+        for name in given:
+            if given.count(name) > 1:
+                raise ValueError(f"sources: two of them have the name '{name}'; give each its own")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each source, all different: the given one, or one derived from where its scores come from."""
+        taken = {source.name for source in self.sources}
+        names = []
+        for source in self.sources:
+            name = plain = source.name or _derived(source)
+            number = 1
+            while source.name is None and name in taken:
+                number += 1
+                name = f"{plain}-{number}"
+            taken.add(name)
+            names.append(name)
+        return tuple(names)
 
 
 class Scorer:
     """Scores rollouts. Building it is collective: reward models are loaded, and remote scorers asked for their health,
     first of all.
 
-    load_model: the engine of a source's `checkpoint`. Raises UserError, on every rank, for a dead remote scorer.
+    load_model: the engine of a source's `checkpoint`. records: prompt ids -> their records, new objects. Raises
+    UserError, on every rank, for a dead remote scorer.
     """
 
     def __init__(
-        self, config: ScoringConfig, topology: Topology, tokenizer: Tokenizer, *, load_model: Callable[[str], Engine]
+        self,
+        config: ScoringConfig,
+        topology: Topology,
+        tokenizer: Tokenizer,
+        *,
+        load_model: Callable[[str], Engine],
+        records: Callable[[list[int]], list[Record]],
     ):
-        self.config, self.topology, self.tokenizer = config, topology, tokenizer
+        self.config, self.topology, self.tokenizer, self.records = config, topology, tokenizer, records
+        self.names = config.names
         self.token = None
         if config.truncate_token is not None:
             self.token = token_id(tokenizer, config.truncate_token, "truncate_token")
-        self.outside = [(_outside(source), source.weight) for source in config.sources if source.checkpoint is None]
+        numbered = list(enumerate(config.sources))
+        self.outside = {k: _outside(source) for k, source in numbered if source.checkpoint is None}
         self._on_one_rank(self._check_health)
-        self.models = [
-            (load_model(source.checkpoint), source.weight) for source in config.sources if source.checkpoint is not None
-        ]
+        self.models = {k: load_model(source.checkpoint) for k, source in numbered if source.checkpoint is not None}
+        self.moments = {k: Moments() for k, source in numbered if source.normalize}
 
     def score(self, rollout: Rollout) -> Scores:
         """The scores of this data-parallel rank's rows, the same on every rank of its model copy. Collective.
@@ -99,19 +148,81 @@ class Scorer:
         if self.token is not None:
             read, accepted = truncate(rollout, token=self.token, after=self.config.truncate_after)
         scores = torch.zeros(len(rollout), device=rollout.tokens.device)
-        for model, weight in self.models:
-            scores += weight * final_scores(model.forward(read)["scores"], read.mask)
+        token_scores = torch.zeros_like(read.mask, dtype=torch.float32)
+        by_source = scores.new_zeros(len(rollout), len(self.names))
+        numbers = {k: self._read(model, self.config.sources[k], read) for k, model in self.models.items()}
         answers = self._on_one_rank(lambda: self._ask(read))
-        for (_, weight), answer in zip(self.outside, answers, strict=True):
-            scores += weight * torch.tensor(answer, device=scores.device)
-        return Scores(scores=torch.where(accepted, scores, self.config.penalty), mask=read.mask, accepted=accepted)
+        numbers |= {k: _tensors(answer, read.mask) for k, answer in zip(self.outside, answers, strict=True)}
+        for k, (values, given) in numbers.items():
+            by_source[:, k] = values.sum(1)
+            values = self._adjusted(k, values, given)
+            scores += values[:, 0]
+            token_scores += values[:, 1:]
+        return Scores(
+            scores=torch.where(accepted, scores, self.config.penalty),
+            mask=read.mask,
+            accepted=accepted,
+            token_scores=torch.where(accepted[:, None], token_scores, 0),
+            by_source=by_source,
+        )
 
-    def _ask(self, read: Rollout) -> list[list[float]]:
-        prompts, responses = texts(read, self.tokenizer)
-        return [source(prompts, responses) for source, _ in self.outside]
+    def metrics(self, scores: Scores) -> dict[str, tuple[Tensor, Tensor] | Metric]:
+        """scores/NAME/mean and scores/NAME/var of this rank's rows for each source: its own numbers, also of responses
+        that got the penalty, before clip, normalisation and weight; of a response's steps their sum."""
+        found: dict[str, tuple[Tensor, Tensor] | Metric] = {}
+        for name, column in zip(self.names, scores.by_source.double().unbind(1), strict=True):
+            total, count = column.sum(), torch.ones_like(column).sum()
+            found[f"scores/{name}/mean"] = (total, count)
+            found[f"scores/{name}/var"] = Variance(total, (column**2).sum(), count)
+        return found
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What normalisation remembers: NAME/count, NAME/mean and NAME/squares (the sum of squared differences from the
+        mean) of all numbers that a normalised source has given, the same on every rank. Saved with a run's progress."""
+        return {
+            f"{self.names[k]}/{part}": float(value)
+            for k, moments in self.moments.items()
+            for part, value in vars(moments).items()
+        }
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Go on from a `state`. A source that was not normalised when it was saved begins anew."""
+        for k in self.moments:
+            parts = {part: state.get(f"{self.names[k]}/{part}") for part in vars(Moments())}
+            self.moments[k] = Moments() if None in parts.values() else Moments(**parts)
+
+    def _read(self, model: Engine, source: SourceConfig, read: Rollout) -> Numbers:
+        scores = model.forward(read)["scores"]
+        whole, columns = torch.ones_like(read.mask[:, :1]), torch.zeros_like(read.mask)
+        outcomes = final_scores(scores, read.mask)
+        if source.step_token is not None:
+            step = token_id(self.tokenizer, source.step_token, "step_token")
+            whole, columns = ~whole, read.mask & (read.tokens[:, read.prompt_len :] == step)
+        given = torch.cat([whole, columns], 1)
+        return torch.where(given, torch.cat([outcomes[:, None], scores], 1), 0), given
+
+    def _adjusted(self, k: int, values: Tensor, given: Tensor) -> Tensor:
+        """The numbers of source k clipped, normalised and weighted. Collective."""
+        source = self.config.sources[k]
+        if source.clip is not None:
+            values = values.clamp(*source.clip)
+        if source.normalize:
+            self.moments[k] = self.moments[k].extended(values[given].double(), self.topology.data_group)
+            values = self.moments[k].normalised(values)
+        return torch.where(given, source.weight * values, 0)
+
+    def _ask(self, read: Rollout) -> list[list[_Placed]]:
+        """What each source from outside says, its steps at response columns."""
+        ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
+        prompts, responses = _texts(ids, self.tokenizer)
+        answers = [source(prompts, responses, self.records(prompt_ids)) for source in self.outside.values()]
+        return [
+            [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers
+        ]
 
     def _check_health(self) -> list:
-        for source, _ in self.outside:
+        for source in self.outside.values():
             if isinstance(source, RemoteScorer):
                 source.check_health()
         return []
@@ -154,20 +265,69 @@ def truncate(rollout: Rollout, *, token: int, after: int) -> tuple[Rollout, Tens
     return dataclasses.replace(rollout, mask=mask, segments=segments), ends.any(1)
 
 
-def texts(rollout: Rollout, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
-    """The prompts, without a BOS in front, and what counts of the responses, without an EOS at the end.
-
-    prompt + response is the whole text (`Tokenizer.continuation`).
-    """
-    first, prompts, responses = rollout.prompt_len, [], []
+def token_ids(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """Of each row the ids of the prompt, without a BOS in front, and of what counts of the response, without an EOS at
+    the end."""
+    first, found = rollout.prompt_len, []
     for tokens, segments, mask in zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), strict=True):
         prompt = tokens[:first][segments[:first] > 0].tolist()
         response = tokens[first:][mask].tolist()
         prompt = prompt[prompt[:1] == [tokenizer.bos_id] :]
-        response = response[:-1] if response[-1] == tokenizer.eos_id else response
-        prompts.append(tokenizer.decode(prompt))
-        responses.append(tokenizer.continuation(prompt, response))
-    return prompts, responses
+        found.append((prompt, response[:-1] if response[-1] == tokenizer.eos_id else response))
+    return found
+
+
+def texts(rollout: Rollout, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    """The texts of `token_ids`: prompt + response is the whole text (`Tokenizer.continuation`)."""
+    return _texts(token_ids(rollout, tokenizer), tokenizer)
+
+
+def _texts(ids: list[tuple[list[int], list[int]]], tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    return (
+        [tokenizer.decode(prompt) for prompt, _ in ids],
+        [tokenizer.continuation(prompt, response) for prompt, response in ids],
+    )
+
+
+_Placed = float | list[tuple[int, float]]  # an `Answer` with response columns in the place of ends
+
+
+def place(answer: Answer, prompt: list[int], response: list[int], tokenizer: Tokenizer) -> _Placed:
+    """The steps of an answer at the response's columns: each score at the token that completes the step's last
+    character. (A character of several bytes may be spread over several tokens.) `response`: ids, column 0 first."""
+    if not isinstance(answer, list):
+        return answer
+    text, found = tokenizer.continuation(prompt, response), []
+    for end, score in answer:
+
+        def complete(count: int, end: int = end) -> bool:
+            return tokenizer.continuation(prompt, response[:count])[:end] == text[:end]
+
+        first = found[-1][0] if found else 0
+        found.append((bisect_left(range(len(response)), True, first, key=lambda c: complete(c + 1)), score))
+    return found
+
+
+def _tensors(answers: list[_Placed], mask: Tensor) -> Numbers:
+    """Answers from outside, on the device of `mask`. Steps that end in the same token add up."""
+    values = torch.zeros(len(mask), 1 + mask.shape[1])
+    given = torch.zeros_like(values, dtype=torch.bool)
+    for row, answer in enumerate(answers):
+        for column, score in answer if isinstance(answer, list) else [(-1, answer)]:
+            values[row, 1 + column] += score
+            given[row, 1 + column] = True
+    return values.to(mask.device), given.to(mask.device)
+
+
+def _derived(source: SourceConfig) -> str:
+    """A name for a source that was given none."""
+    if source.checkpoint is not None:
+        name = Path(source.checkpoint).absolute().name
+    elif source.function is not None:
+        name = source.function.rpartition(":")[2]
+    else:
+        name = urllib.parse.urlsplit(source.url).hostname
+    return "-".join(NAME.findall(name)) or "source"
 
 
 def _outside(source: SourceConfig) -> FunctionScorer | RemoteScorer:

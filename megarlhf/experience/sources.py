@@ -1,6 +1,7 @@
 """Scores from outside: a Python function, or a server over HTTP (docs/reward-server.md).
 
-Both are called with the texts of prompts and of responses and give one finite number for each pair, or raise UserError.
+Both are called with the texts of prompts and of responses, and with the prompts' records where they take them. They
+give one answer for each response, or raise UserError: a finite number, or [end, score] pairs of its steps.
 """
 
 from __future__ import annotations
@@ -9,74 +10,103 @@ import functools
 import http.client
 import importlib
 import importlib.util
+import inspect
 import json
+import operator
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarlhf.config import UserError
 from megarlhf.experience import http_client
 
 FIRST_WAIT = 0.5  # seconds before the first retry; each wait is twice the one before
 PATIENCE = 1200.0  # seconds for all requests of one batch; the other ranks wait longer (job.hang_minutes)
-ANSWER_BYTES = 2**20  # of an answer, beside 100 for each score
+ANSWER_BYTES = 2**20  # of an answer, beside 100 for each response and 40 for each of its characters
 LARGEST = 3.4e38  # what float32 can hold
+PROTOCOL = 2  # of reward servers: with records
+
+Record = dict[str, Any]  # a line of the prompts' file, every key
+Steps = list[tuple[int, float]]  # (characters of the response up to the end of a step, its score), ends ascending
+Answer = float | Steps  # what a source says of a response
 
 
 class FunctionScorer:
-    """A Python function `function(prompts: list[str], responses: list[str]) -> list[float]`, named "module:function" or
-    "path/to/file.py:function". An array or a tensor of numbers will do as well."""
+    """A Python function, named "module:function" or "path/to/file.py:function":
+
+        function(prompts: list[str], responses: list[str]) -> list[Answer]
+        function(prompts, responses, records: list[Record]) -> list[Answer]
+
+    It gets records if it has a parameter `records`, a third positional one without a default, or **keywords. An array
+    or a tensor of numbers will do as well. Raises UserError where it can be called in neither way.
+    """
 
     def __init__(self, name: str):
         self.name, self.function = name, load_function(name)
+        self.how = records_parameter(self.function, name)
 
-    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+    def __call__(self, prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
+        if self.how is not None and records is None:
+            raise UserError(f"function {self.name}: takes records, but there are none")
+        positional = [records] if self.how == "positional" else []
+        keywords = {"records": records} if self.how == "keyword" else {}
         try:
-            scores = self.function(list(prompts), list(responses))
+            scores = self.function(list(prompts), list(responses), *positional, **keywords)
         except (Exception, SystemExit) as error:  # a rank that ends without a word would leave the others waiting
             _, *frames = traceback.extract_tb(error.__traceback__)  # without this one
             place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
             raise UserError(f"function {self.name}: failed{place} ({_describe(error)}); mend it and start again")
-        return finite_scores(scores, responses, source=f"function {self.name}")
+        return checked_answers(scores, responses, source=f"function {self.name}")
 
 
 class RemoteScorer:
-    """A server at `url` that scores texts. What may pass (no connection, no whole answer within `timeout` seconds, HTTP
+    """A server at `url` that scores texts. It gets records if it has said, when asked for its health, that it speaks
+    protocol 2. What may pass (no connection, no whole answer within `timeout` seconds, HTTP
     408, 429 and 5xx) is tried again up to `retries` times, with growing waits; everything else is an error at once."""
 
     def __init__(self, url: str, *, timeout: float, retries: int, batch_size: int):
         self.url = url.rstrip("/")
         self.timeout, self.retries, self.batch_size = timeout, retries, batch_size
+        self.protocol = 1
 
     def check_health(self) -> None:
-        """Raise UserError unless the server says that it is well."""
-        self._exchange("/health", None, time.monotonic() + PATIENCE)
+        """Raise UserError unless the server says that it is well. Learns the protocol that both speak."""
+        answer = self._exchange("/health", None, time.monotonic() + PATIENCE)
+        said = answer.get("protocol", 1)
+        if type(said) is not int or said < 1:
+            raise UserError(
+                f"{self.url}/health: protocol is {_shown(said)[:40]!r}, not a whole number from 1 on; see "
+                "docs/reward-server.md"
+            )
+        self.protocol = min(said, PROTOCOL)
 
-    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+    def __call__(self, prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
         deadline = time.monotonic() + PATIENCE
-        scores: list[float] = []
+        scores: list[Answer] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
             # A retry has the same id, so the server can answer it without computing again.
             body = {"id": uuid.uuid4().hex, "prompts": prompts[part], "responses": responses[part]}
+            if self.protocol > 1 and records is not None:
+                body |= {"version": self.protocol, "records": records[part]}
             answer = self._exchange("/score", body, deadline)
             if "scores" not in answer:
                 raise UserError(
                     f"{self.url}/score: the answer has no key 'scores' (found: {', '.join(answer) or 'none'}); see "
                     "docs/reward-server.md"
                 )
-            scores += finite_scores(answer["scores"], responses[part], source=f"{self.url}/score")
+            scores += checked_answers(answer["scores"], responses[part], source=f"{self.url}/score")
         return scores
 
     def _exchange(self, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
         """The JSON object with which the server answers: a GET without `body`, else a POST."""
         url = self.url + path
         data = None if body is None else json.dumps(body).encode()
-        limit = ANSWER_BYTES + 100 * len(body["responses"] if body else ())
+        limit = ANSWER_BYTES + sum(100 + 40 * len(response) for response in (body["responses"] if body else ()))
         started = time.monotonic()
         for attempt in range(self.retries + 1):
             timeout = max(min(self.timeout, deadline - time.monotonic()), 0.001)
@@ -91,7 +121,13 @@ class RemoteScorer:
                         "the final address as the source's url"
                     )
                 if reply.status < 500 and reply.status not in (408, 429):
-                    raise UserError(f"{url}: the server refuses the request ({reason}); see docs/reward-server.md")
+                    remedy = "see docs/reward-server.md"
+                    if reply.status == 413:
+                        remedy = (
+                            "lower the source's batch_size, raise the server's limit, or take large values out of the "
+                            "prompts' lines"
+                        )
+                    raise UserError(f"{url}: the server refuses the request ({reason}); {remedy}")
             except http_client.TooLongError:
                 raise UserError(f"{url}: the answer has more than {limit} bytes; is this a reward server?")
             except TimeoutError:
@@ -139,28 +175,90 @@ def load_function(name: str) -> Callable[[list[str], list[str]], Any]:
     return function
 
 
-def finite_scores(scores: Any, responses: list[str], *, source: str) -> list[float]:
-    """`scores` as floats; UserError, beginning with `source`, unless they are one finite number for each response."""
-    scores = scores.tolist() if hasattr(scores, "tolist") else scores  # numpy, torch
-    if not isinstance(scores, (list, tuple)):
-        raise UserError(f"{source}: returned {type(scores).__name__}, not a list with one number for each response")
-    if len(scores) != len(responses):
+def records_parameter(function: Callable[..., Any], name: str) -> Literal["positional", "keyword"] | None:
+    """How `function` takes records; None: it does not. Raises UserError where it can be called neither with (prompts,
+    responses) nor with (prompts, responses, records)."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in ones have none
+        return None
+    kinds = inspect.Parameter
+    parameters = list(signature.parameters.values())
+    places = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    how: Literal["positional", "keyword"] | None = None
+    if any(p.name == "records" and p.kind is not kinds.POSITIONAL_ONLY for p in parameters if p not in places[:2]):
+        how = "keyword"
+    elif len(places) > 2 and places[2].default is kinds.empty:
+        how = "positional"
+    elif any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        how = "keyword"
+    try:
+        signature.bind([], [], *([[]] if how == "positional" else []), **({"records": []} if how == "keyword" else {}))
+    except TypeError:
         raise UserError(
-            f"{source}: returned {len(scores)} scores for {len(responses)} responses; it must return one for each"
+            f"function {name}: has the parameters {signature}, but is called with (prompts, responses) or (prompts, "
+            "responses, records); change its parameters"
         )
-    numbers = []
-    for index, score in enumerate(scores):
-        try:
-            number = float("nan" if isinstance(score, str) else score)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = float("nan")
-        if not abs(number) <= LARGEST:
+    return how
+
+
+def checked_answers(answers: Any, responses: list[str], *, source: str) -> list[Answer]:
+    """`answers` as floats and steps; UserError, beginning with `source`, unless they are one for each response."""
+    answers = answers.tolist() if hasattr(answers, "tolist") else answers  # numpy, torch
+    if not isinstance(answers, (list, tuple)):
+        raise UserError(f"{source}: returned {type(answers).__name__}, not a list with one number for each response")
+    if len(answers) != len(responses):
+        raise UserError(
+            f"{source}: returned {len(answers)} scores for {len(responses)} responses; it must return one for each"
+        )
+    found: list[Answer] = []
+    for index, (answer, response) in enumerate(zip(answers, responses, strict=True)):
+        where = f"{source}: score {index + 1} of {len(answers)}"
+        if isinstance(answer, (list, tuple)):
+            found.append(_steps(answer, response, where))
+            continue
+        number = _number(answer)
+        if number is None:
             raise UserError(
-                f"{source}: score {index + 1} of {len(scores)} is {str(score)[:40]!r}, not a finite number (response "
-                f"{responses[index][:60]!r}); it must return a number for every text"
+                f"{where} is {_shown(answer)[:40]!r}, not a finite number (response {response[:60]!r}); it must return "
+                "a number for every text"
             )
-        numbers.append(number)
-    return numbers
+        found.append(number)
+    return found
+
+
+def _steps(pairs: list[Any] | tuple[Any, ...], response: str, where: str) -> Steps:
+    found: Steps = []
+    for place, pair in enumerate(pairs):
+        try:
+            end, score = pair
+            end, score = -1 if isinstance(end, bool) else operator.index(end), _number(score)
+        except (TypeError, ValueError):
+            end, score = -1, None
+        if score is None or not (found[-1][0] if found else 0) < end <= len(response):
+            raise UserError(
+                f"{where}: step {place + 1} is {_shown(pair)[:60]!r}, not [end, score] with a finite score and an end "
+                f"behind the one before and within the {len(response)} characters of the response {response[:60]!r}; "
+                "count characters from the response's beginning"
+            )
+        found.append((end, score))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a float that float32 holds, if it is one."""
+    try:
+        number = float("nan" if isinstance(value, (str, bytes)) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _object(content: bytes, url: str) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Progress:
     step: int = 0  # steps done: the key of the order of minibatches
     drawn: int = 0  # batches of prompts drawn: the data cursor, and the key of the sampled tokens
     state: State = field(default_factory=dict)  # of the algorithm
+    scorer: dict[str, float] = field(default_factory=dict)  # running normalisation of the sources
     refused: int = 0  # batches in a row that were not learned from
 
 
@@ -96,7 +97,9 @@ class Actions:
 
     def score(self, rollout: Rollout) -> Scores:
         self.clock.enter("score")
-        return self.models.scorer.score(rollout)
+        scores = self.models.scorer.score(rollout)
+        self.progress.scorer = self.models.scorer.state
+        return scores
 
     def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
         """Log-probs at the sampling temperature (detail P1) and the other signals."""

@@ -75,7 +75,8 @@ def train(
             shown = {"score": f"{values['objective/scores']:+.3f}", "kl": f"{values['objective/kl']:.2f}"}
             log.step(progress.step, values, shown)
         if step % settings.log.samples_every == 0 or last:
-            record_samples(batch, models, settings.log, progress.step, log)
+            prompt_key, count = settings.prompts.prompt_key, settings.log.samples
+            record_samples(batch, models.scorer, prompt_key, count, progress.step, log)
         checkpoints.poll()
         leave = job.leave(checkpoints.seconds)
         if progress.step % settings.checkpoint.every == 0 or last or leave:
@@ -113,7 +114,8 @@ def learn(
 
 def measure(algorithm: OnlineAlgorithm, batch: Batch, state: State, models: Models) -> dict[str, Metric]:
     """What the global batch says about the policy, on every rank alike."""
-    values, rollout, scores = algorithm.objective(batch, state), batch.rollout, batch.scores
+    rollout, scores = batch.rollout, batch.scores
+    values = algorithm.objective(batch, state) | models.scorer.metrics(scores)
     gap = torch.where(rollout.mask, (rollout.logprobs - batch.signals.logprobs).abs(), 0).sum()
     values["sampler/gap"] = (gap, rollout.mask.sum())
     values["objective/accepted"] = (scores.accepted.sum(), torch.ones_like(scores.scores).sum())

@@ -222,7 +222,7 @@ def assemble(
         sampler=policy_sampler,
         scorer=scoring.build_scorer(
             settings.scoring, topology, start.tokenizer, micro_batch_size=settings.training.micro_batch_size,
-            dtype=settings.model.dtype,
+            dtype=settings.model.dtype, records=plan.prompts.records,
         ),
         prompts=PromptLoader(
             plan.prompts,
@@ -248,6 +248,7 @@ def assemble(
         ),
         average=average,
     )  # fmt: skip
+    models.scorer.load_state(progress.scorer)
     return models, progress
 
 

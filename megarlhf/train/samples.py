@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from megarlhf.algorithms.kl import kl_estimate
 from megarlhf.batch import Batch
+from megarlhf.experience.scorer import Scorer, texts
 from megarlhf.log import Log
-from megarlhf.train.actions import Models
-from megarlhf.train.settings import LogConfig
 
 
-def record_samples(batch: Batch, models: Models, config: LogConfig, step: int, log: Log) -> None:
-    """The first responses of the batch with their scores."""
-    if not log.enabled:
-        return
-    from megarlhf.experience.scorer import texts
+def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, step: int, log: Log) -> None:
+    """The first `count` responses of this rank's rows, on the rank that logs."""
+    if log.enabled:
+        log.table("samples", sample_rows(batch, scorer, prompt_key, count), step)
 
-    rollout, signals = batch.rollout, batch.signals
+
+def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> list[dict[str, Any]]:
+    """A row for each response: query and response, its score (tokens' scores added), its KL to the reference (k1,
+    nats), what each source said before clip, normalisation and weight, and the prompt's record without the prompt."""
+    rollout, scores, signals = (rows.select(slice(count)) for rows in (batch.rollout, batch.scores, batch.signals))
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
-    queries, responses = texts(rollout.select(slice(config.samples)), models.tokenizer)
-    rows = [
-        {"query": query, "response": response, "score": score, "kl": nats}
-        for query, response, score, nats in zip(
-            queries, responses, batch.scores.scores.tolist(), kl.tolist(), strict=False
-        )
+    columns = zip(
+        *texts(rollout, scorer.tokenizer), scores.total.tolist(), kl.tolist(), scores.by_source.tolist(),
+        scorer.records(rollout.prompt_ids.tolist()), strict=True,
+    )  # fmt: skip
+    return [
+        {
+            "query": query,
+            "response": response,
+            "score": score,
+            "kl": nats,
+            # JSON has no NaN
+            "scores": {
+                name: number if math.isfinite(number) else None for name, number in zip(scorer.names, said, strict=True)
+            },
+            "record": {key: value for key, value in record.items() if key != prompt_key},
+        }
+        for query, response, score, nats, said, record in columns
     ]
-    log.table("samples", rows, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
 from megarlhf.experience.scorer import Scorer, ScoringConfig
-from megarlhf.experience.sources import load_function
+from megarlhf.experience.sources import FunctionScorer, Record
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout
 
@@ -42,7 +43,9 @@ def check(
             )
     for source in config.sources:
         if source.function is not None:
-            load_function(source.function)
+            FunctionScorer(source.function)
+        if source.step_token is not None:
+            token_id(tokenizer, source.step_token, "step_token")
         if source.checkpoint is not None:
             note = check_reward_model(
                 source.checkpoint, tokenizer, parallel, vocab_size=vocab_size, length=prompt_length + response_length
@@ -91,10 +94,12 @@ def build_scorer(
     *,
     micro_batch_size: int,
     dtype: Literal["fp32", "bf16"],
+    records: Callable[[list[int]], list[Record]],
 ) -> Scorer:
-    """The Scorer of a checked configuration, its reward models loaded in the policy's layout. Collective."""
+    """The Scorer of a checked configuration, its reward models loaded in the policy's layout. `records`: of prompt ids
+    (`PromptSet.records`). Collective."""
     load = partial(load_reward_model, topology=topology, micro_batch_size=micro_batch_size, dtype=dtype)
-    return Scorer(config, topology, tokenizer, load_model=load)
+    return Scorer(config, topology, tokenizer, load_model=load, records=records)
 
 
 def load_reward_model(

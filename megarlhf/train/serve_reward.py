@@ -16,13 +16,15 @@ from megarlhf import config
 from megarlhf.cluster import launch
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
-from megarlhf.experience.sources import FunctionScorer
+from megarlhf.experience.sources import PROTOCOL, Answer, FunctionScorer, Record
 from megarlhf.train import http_server
 
 REMEMBERED = 256  # answers kept for requests that come again
 REMEMBERED_SCORES = 2**17  # and no more than so many numbers in them
 MOST_RESPONSES = 2**14  # of a request
 MOST_KEYS = 64  # of a request
+MOST_VALUES = 2**17  # in the records and unknown keys of a request, the keys of objects counted too
+DEEPEST = 16  # lists and objects within each other in one of these
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -59,7 +61,7 @@ class RefusedError(Exception):
     """A request that would fail again: HTTP 400 with this message."""
 
 
-Score = Callable[[list[str], list[str]], list[float]]
+Score = Callable[[list[str], list[str], list[Record] | None], list[Answer]]
 
 
 def main(path: str, overrides: list[str]) -> None:
@@ -74,13 +76,13 @@ def main(path: str, overrides: list[str]) -> None:
         raise UserError(f"port: cannot listen on {settings.host}:{settings.port} ({reason}); use another")
     host, port = listener.getsockname()[:2]
     print(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-    health = {"status": "ok", "serves": name}
-    server = http_server.Server(health, Scores(score), max_body=settings.max_request_mb * 2**20)
+    health = {"status": "ok", "serves": name, "protocol": PROTOCOL}
+    server = http_server.Server(health, AnsweredRequests(score), max_body=settings.max_request_mb * 2**20)
     asyncio.run(server.run(listener))
 
 
 def model_scorer(settings: ServeRewardConfig) -> Score:
-    """A function of texts that scores them with the reward model, alone in this process."""
+    """A function of texts that scores them with the reward model, alone in this process. It needs no records."""
     import torch
 
     from megarlhf.algorithms.reward import final_scores
@@ -126,7 +128,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
             )
         return ids
 
-    def score(prompts: list[str], responses: list[str]) -> list[float]:
+    def score(prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
         rows = [encode(*pair) for pair in zip(prompts, responses, strict=True)]
         length = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -138,12 +140,12 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     return score
 
 
-class Scores:
+class AnsweredRequests:
     """Bodies of POST /score -> answers. Called in one thread: neither models nor users' functions expect more."""
 
     def __init__(self, score: Score):
         self.score = score
-        self.answers: dict[str, list[float]] = {}  # by request id, the oldest first
+        self.answers: dict[str, list[Answer]] = {}  # by request id, the oldest first
 
     def __call__(self, body: bytes | bytearray) -> tuple[int, dict[str, Any]]:
         try:
@@ -155,25 +157,32 @@ class Scores:
             print(f"  {message}", file=sys.stderr, flush=True)
             return 500, {"error": message}
 
-    def _answer(self, request: str, prompts: list[str], responses: list[str]) -> list[float]:
+    def _answer(
+        self, request: str, prompts: list[str], responses: list[str], records: list[Record] | None
+    ) -> list[Answer]:
         """Scores, from memory for a request that was computed before: its client did not wait long enough."""
+        if records is None and getattr(self.score, "how", None) is not None:
+            raise RefusedError("the function takes records; send them, with version 2")
         if request not in self.answers:
-            self.answers[request] = self.score(prompts, responses)
+            self.answers[request] = self.score(prompts, responses, records)
             while len(self.answers) > 1 and (
-                len(self.answers) > REMEMBERED or sum(map(len, self.answers.values())) > REMEMBERED_SCORES
+                len(self.answers) > REMEMBERED or sum(map(_size, self.answers.values())) > REMEMBERED_SCORES
             ):
                 del self.answers[next(iter(self.answers))]
         return self.answers[request]
 
 
-def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str]]:
-    """(id, prompts, responses) of a request's body."""
+def _size(answers: list[Answer]) -> int:
+    return sum(len(answer) if isinstance(answer, list) else 1 for answer in answers)
+
+
+def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str], list[Record] | None]:
+    """(id, prompts, responses, records) of a request's body; without records in version 1."""
     try:
         request = _parse(body.decode())
-        found = request["id"], request["prompts"], request["responses"]
+        name, *lists = request["id"], request["prompts"], request["responses"]
     except (ValueError, KeyError):
         raise RefusedError("the body must be a JSON object with the keys id, prompts and responses")
-    name, *lists = found
     if (
         not isinstance(name, str)
         or not all(isinstance(values, list) for values in lists)
@@ -189,16 +198,28 @@ def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str]]:
         raise RefusedError("a text has half a surrogate pair")
     if len(name) > 200:
         raise RefusedError("id may have 200 characters")
-    return found
+    version, records = request.get("version", 1), None
+    if type(version) is not int or not 1 <= version <= PROTOCOL:
+        raise RefusedError(f"version must be a whole number from 1 to {PROTOCOL}")
+    if version > 1:
+        records = request.get("records")
+        if (
+            not isinstance(records, list)
+            or len(records) != len(lists[1])
+            or not all(isinstance(record, dict) for record in records)
+        ):
+            raise RefusedError("records must be a list of objects, one for each response")
+    return name, *lists, records
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The JSON object `text`, of strings, numbers and lists of strings.
+    """The JSON object `text`; `prompts` and `responses` are lists of strings.
 
-    One element after the other, because a small body makes large objects of other shapes: 8 MiB of `{},` take 226 MB.
-    Raises ValueError for what is no such object, RefusedError for too many elements.
+    One element after the other, because a small body makes large objects: 8 MiB of `{},` take 226 MB. Raises ValueError
+    for what is no such object, RefusedError for too many elements or too deep ones.
     """
     decode, spaces = json.JSONDecoder().raw_decode, SPACE.match
+    count = 0
 
     def sequence(start: int, end: str, most: int, refusal: str, element: Callable[[int], int]) -> int:
         """The index behind `end`. `start` is behind the opening bracket; `element` reads one: index -> index behind."""
@@ -219,18 +240,47 @@ def _parse(text: str) -> dict[str, Any]:
             raise ValueError
         return decode(text, at)
 
-    found: dict[str, Any] = {}
-
-    def member(at: int) -> int:
-        key, at = scalar(at, '"')
+    def key(at: int) -> tuple[str, int]:
+        """A key of an object and the index of its value."""
+        name, at = scalar(at, '"')
         at = spaces(text, at).end()
         if text[at : at + 1] != ":":
             raise ValueError
-        at = spaces(text, at + 1).end()
-        if text[at : at + 1] != "[":
-            found[key], at = scalar(at, '"-0123456789tfn')
+        return name, spaces(text, at + 1).end()
+
+    def anything(at: int, depth: int = 0) -> tuple[Any, int]:
+        nonlocal count
+        count += 1
+        if count > MOST_VALUES:
+            raise RefusedError(f"records and other keys may have {MOST_VALUES} values in all; send fewer texts at once")
+        opening = text[at : at + 1]
+        if opening not in ("{", "["):
+            return scalar(at, '"-0123456789tfn')
+        if depth == DEEPEST:
+            raise RefusedError(f"a value has more than {DEEPEST} lists and objects within each other")
+        found: Any = {} if opening == "{" else []
+
+        def element(at: int) -> int:
+            nonlocal count
+            if opening == "{":
+                count += 1
+                name, at = key(at)
+                found[name], at = anything(at, depth + 1)
+            else:
+                value, at = anything(at, depth + 1)
+                found.append(value)
             return at
-        found[key] = values = []
+
+        return found, sequence(at + 1, "}" if opening == "{" else "]", MOST_VALUES, "", element)
+
+    found: dict[str, Any] = {}
+
+    def member(at: int) -> int:
+        name, at = key(at)
+        if name not in ("prompts", "responses") or text[at : at + 1] != "[":
+            found[name], at = anything(at)
+            return at
+        found[name] = values = []
 
         def value(at: int) -> int:
             string, at = scalar(at, '"')

@@ -14,6 +14,7 @@ from megarlhf.models.build import build
 from megarlhf.optim import OptimizerConfig, epsilon, learning_rate
 from megarlhf.train.reward import NormalizationConfig, normalise
 from tests.distributed.layouts import GPT2, LLAMA, examples, layout, share
+from tests.scoring import row_ids
 from tests.uncached import response_logits
 
 PROMPT = 10
@@ -28,7 +29,7 @@ def rollout(**more):
     segments[:, PROMPT:] = mask
     segments[:, PROMPT - 1] = 1
     return Rollout(tokens=rows.tokens, mask=mask, segments=segments, prompt_len=PROMPT,
-                   sequence_ids=torch.arange(8), logprobs=torch.zeros(8, 14), **more)  # fmt: skip
+                   **row_ids(8), logprobs=torch.zeros(8, 14), **more)  # fmt: skip
 
 
 def heads(family, sizes):

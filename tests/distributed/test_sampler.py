@@ -45,7 +45,8 @@ def make_prompts(rows=ROWS, padding=0, seed=0):
     tokens = torch.randint(0, 503, (rows, P), generator=generator)
     tokens = torch.cat([torch.zeros(rows, padding, dtype=torch.int64), tokens], 1)
     valid = torch.arange(P + padding) >= (P + padding - sizes)[:, None]
-    return Prompts(tokens=tokens.masked_fill(~valid, 503), valid=valid, sequence_ids=torch.arange(rows))
+    return Prompts(tokens=tokens.masked_fill(~valid, 503), valid=valid, sequence_ids=torch.arange(rows),
+                   prompt_ids=torch.arange(rows) + 100)  # fmt: skip
 
 
 def make_engine(architecture, topology, *, micro_batch_size=8, optimizer=None):

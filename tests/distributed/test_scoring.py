@@ -53,13 +53,19 @@ def save_models(directory):
             Checkpoints(directory / name, CheckpointConfig()).save(1, {"reward": engine}, {}, write)
 
 
+def records_of(prompt_ids):
+    return [{"prompt": f"prompt {row}", "answer": {"number": row}} for row in prompt_ids]
+
+
 def score(directory, config, cases):
     """[(micro-batch size, options of the rollout, layout)] -> [(data rank, scores, mask, accepted)]."""
     results = []
     tokenizer = load_tokenizer(directory / "tokenizer.model")
     for micro, options, sizes in cases:
         with layout(**sizes) as topology:
-            scorer = scoring.build_scorer(config, topology, tokenizer, micro_batch_size=micro, dtype="fp32")
+            scorer = scoring.build_scorer(
+                config, topology, tokenizer, micro_batch_size=micro, dtype="fp32", records=records_of
+            )
             rollout = share(make_rollout(vocab=20, **options), topology)
             before = dataclasses.replace(rollout, segments=rollout.segments.clone(), mask=rollout.mask.clone())
             scores = scorer.score(rollout)
@@ -73,7 +79,9 @@ def failure(directory, config, sizes):
     with layout(**sizes) as topology:
         tokenizer = load_tokenizer(directory / "tokenizer.model")
         try:
-            scorer = scoring.build_scorer(config, topology, tokenizer, micro_batch_size=2, dtype="fp32")
+            scorer = scoring.build_scorer(
+                config, topology, tokenizer, micro_batch_size=2, dtype="fp32", records=records_of
+            )
             scorer.score(share(make_rollout(), topology))
         except UserError as error:
             return str(error)

@@ -22,6 +22,7 @@ from tests.distributed.layouts import layout
 from tests.e2e.bandit_judge import SCORES, WORDS
 from tests.e2e.runs import CLI, finish
 from tests.ranks import ROOT
+from tests.scoring import row_ids
 from tests.unit.test_bandit import distance, optimum
 
 MODEL = dict(
@@ -66,7 +67,7 @@ def learned(estimator, sizes):
             sampled = torch.multinomial(policy, ROWS, replacement=True, generator=generator)
             mine = sampled.view(topology.data_size, -1)[topology.data_rank]
             rows = sequences(mine)
-            rollout = Rollout(**vars(rows), sequence_ids=torch.arange(len(rows)), logprobs=policy[mine].log()[:, None])
+            rollout = Rollout(**vars(rows), **row_ids(len(rows)), logprobs=policy[mine].log()[:, None])
             signals = rollouts.evaluate(
                 rollout,
                 actor=actor,

@@ -30,6 +30,7 @@ from megarlhf.batch import Comparisons, Experience, Rollout, Scores, Signals
 from megarlhf.config import UserError
 from megarlhf.metrics import Max, Mean, Min, Variance
 from megarlhf.optim import OptimizerConfig
+from tests.scoring import row_ids
 
 ROWS, LENGTH = 8, 6
 DEFAULT = PPOConfig()
@@ -181,7 +182,7 @@ def test_the_exact_kl_has_the_expected_advantages_of_k1(gamma, lam):
         kl[:, t] = (policy.exp() * (policy - reference)).sum(1)
         values[:, t] = normal(vocab**t, seed=30 + t)[state]  # any critic
     rollout = Rollout(tokens=torch.zeros(rows, 1 + length, dtype=torch.int64), mask=mask,
-                      sequence_ids=torch.arange(rows), logprobs=logprobs)  # fmt: skip
+                      **row_ids(rows), logprobs=logprobs)  # fmt: skip
     scores, signals = Scores(normal(rows, seed=40), mask, mask[:, 0]), Signals(logprobs, ref_logprobs, values, kl)
     found = {}
     for estimator in ("k1", "exact"):
@@ -245,7 +246,7 @@ def rollout_of(mask, seed=0):
     """(rollout, scores, signals) of ROWS responses; what stands outside the mask is garbage."""
     tokens = torch.zeros(ROWS, 2 + LENGTH, dtype=torch.int64)
     logprobs = poisoned(-normal(ROWS, LENGTH, seed=seed).abs(), mask)
-    rollout = Rollout(tokens=tokens, mask=mask, prompt_len=2, sequence_ids=torch.arange(ROWS), logprobs=logprobs)
+    rollout = Rollout(tokens=tokens, mask=mask, prompt_len=2, **row_ids(ROWS), logprobs=logprobs)
     ref_logprobs = poisoned(-normal(ROWS, LENGTH, seed=seed + 1).abs(), mask)
     values = poisoned(normal(ROWS, LENGTH, seed=seed + 2), mask)
     kl = poisoned(normal(ROWS, LENGTH, seed=seed + 4).abs(), mask)
@@ -550,7 +551,7 @@ def after_two_updates(name):
             tokens[:, t + 1] = torch.multinomial(all_logprobs(tokens[:, t]).exp(), 1)[:, 0]
         old = logprobs()
     mask = torch.ones(rows, length, dtype=torch.bool)
-    rollout = Rollout(tokens=tokens, mask=mask, sequence_ids=torch.arange(rows), logprobs=old)
+    rollout = Rollout(tokens=tokens, mask=mask, **row_ids(rows), logprobs=old)
     scores, signals = Scores(torch.randn(rows), mask, mask[:, 0]), Signals(old, old, torch.zeros(rows, length))
     experience = make_experience(rollout, scores, signals, kl_coef=0.15, config=OPENAI_2019)
     experience = whiten_minibatch(experience, config=OPENAI_2019)

@@ -16,6 +16,7 @@ from megarlhf.algorithms.interface import share_trunk
 from megarlhf.algorithms.kl import KLConfig
 from megarlhf.algorithms.ppo import PPOConfig
 from megarlhf.batch import Batch, Rollout, Scores, Signals
+from tests.scoring import row_ids
 
 VOCAB = 8
 
@@ -63,7 +64,7 @@ def trained(algorithm, *, length, rows=512, updates=150):
             logprobs=old["logprobs"], ref_logprobs=target[states, response], values=old["values"],
             kl=(table.exp() * (table - target)).sum(1).detach()[states],
         )  # fmt: skip
-        rollout = Rollout(tokens=tokens, mask=mask, sequence_ids=torch.arange(rows), logprobs=old["logprobs"])
+        rollout = Rollout(tokens=tokens, mask=mask, **row_ids(rows), logprobs=old["logprobs"])
         batch = Batch(rollout, Scores(scores[tuple(response.T)], mask, mask[:, 0]), signals)
         experience = algorithm.minibatch(algorithm.make_experience(batch, state), None)
         total, count, _ = algorithm.updates(step)["actor"].loss(outputs, experience)

@@ -19,7 +19,7 @@ from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import ScoringConfig, SourceConfig, texts, truncate
-from megarlhf.experience.sources import FunctionScorer, RemoteScorer, finite_scores
+from megarlhf.experience.sources import FunctionScorer, RemoteScorer, checked_answers
 from megarlhf.train import generate, scoring
 from tests.distributed.layouts import GPT2, LLAMA
 from tests.scoring import bad_server, make_rollout, reward_server, train_tokenizer
@@ -87,7 +87,9 @@ def test_generated_lines_are_the_text(tokenizer):
         assert first["tokens"] == [*words, tokenizer.eos_id] and second["tokens"] == words[:2]
         assert second["prompt"] + second["response"] == tokenizer.decode([*words, *words[:2]])
     ids = [np.array([tokenizer.bos_id, *words]), np.array(words), np.array(words[:2])]
-    assert generate.unlike_their_text(PromptSet(ids, ["the sea is slow"] * 3), tokenizer) == 1  # one was cut
+    assert (
+        generate.unlike_their_text(PromptSet(ids, ["the sea is slow"] * 3, [b"{}"] * 3), tokenizer) == 1
+    )  # one was cut
 
 
 def test_the_truncation_token(tokenizer, tmp_path):
@@ -285,7 +287,7 @@ def test_the_deadline_is_of_the_look_up_too(monkeypatch):
 
 
 def test_an_answer_has_a_limit_and_is_not_looked_for_elsewhere(bad, monkeypatch):
-    with pytest.raises(UserError, match="endless/score: the answer has more than 1049076 bytes"):
+    with pytest.raises(UserError, match="endless/score: the answer has more than 1049676 bytes"):
         remote(f"{bad}/endless", timeout=60)(PROMPTS, RESPONSES)
     with pytest.raises(
         UserError, match=r"sends elsewhere \(HTTP 307.*http://127.0.0.1:9/score\), which is not followed"
@@ -454,4 +456,4 @@ def test_checks_of_truncation(tokenizer):
 
 
 def test_scores_in_float32():
-    assert finite_scores([True, 2, 3.0], ["a"] * 3, source="x") == [1.0, 2.0, 3.0]
+    assert checked_answers([True, 2, 3.0], ["a"] * 3, source="x") == [1.0, 2.0, 3.0]
