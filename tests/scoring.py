@@ -96,7 +96,8 @@ seen: Counter[str] = Counter()
 class _Bad(BaseHTTPRequestHandler):
     def do_GET(self):
         seen[self.path] += 1
-        self._reply(200 if self.path != "/sick/health" else 503, b'{"status": "ok"}')
+        said = {"/odd/health": {"protocol": "two"}, "/newer/health": {"protocol": 7}}.get(self.path, {})
+        self._reply(200 if self.path != "/sick/health" else 503, json.dumps(said | {"status": "ok"}).encode())
 
     def do_POST(self):
         seen[self.path] += 1
@@ -128,6 +129,8 @@ class _Bad(BaseHTTPRequestHandler):
             "text": {"scores": [*scores[1:], "4.2"]},
             "nokey": {"rewards": scores},
             "list": scores,
+            "keys": {"scores": [len(request)]},
+            "newer": {"scores": [len(request)]},
         }
         content = json.dumps(answers.get(how, {"scores": scores})).encode()
         self._reply(200, b"<html>It works!</html>" if how == "html" else content)

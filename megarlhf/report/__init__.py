@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from megarlhf.report.charts import GROUPS, Chart, Figure, Points, draw, number, 
 
 LAST_TIME = 253402300800  # seconds since the epoch: the year 10000, which has no date
 SHOWN, UNFOLDED = 100, 8  # rows of the table of samples
+SOURCE = {part: re.compile(rf"scores/(.+)/{part}") for part in ("mean", "var")}
+RECORD = 300  # characters of a prompt's record beside a sample
 # What a run is judged by: (label, name, 1 if more is better, -1 if less is, 0 if neither).
 HIGHLIGHTS = (
     ("Score", "objective/scores", 1),
@@ -90,7 +93,8 @@ def render(run: Path) -> str:
     import jinja2
 
     found = read(run)
-    grids = {group: _grid(found, charts) for group, charts in (GROUPS | {"Other": _others(found)}).items()}
+    groups = {**GROUPS, "Sources": _sources(found), "Other": _others(found)}
+    grids = {group: _grid(found, charts) for group, charts in groups.items()}
     values = {
         "facts": _facts(found),
         "tiles": [tile for highlight in HIGHLIGHTS if (tile := _tile(found, *highlight))],
@@ -100,7 +104,11 @@ def render(run: Path) -> str:
     rest = {"Phases": values["phases"], "Samples": values["samples"], "Audit": found.audit, "Configuration": True}
     sections = [name for name, content in (grids | rest).items() if content]
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page.filters |= {"means": _means, "sha256": lambda text: b64encode(sha256(text.encode()).digest()).decode()}
+    page.filters |= {
+        "means": _means,
+        "record": _record,
+        "sha256": lambda text: b64encode(sha256(text.encode()).digest()).decode(),
+    }
     template = page.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     return template.render(run=found, grids=grids, sections=sections, **values)
 
@@ -218,9 +226,21 @@ def _tile(run: Run, label: str, name: str, better: int) -> dict[str, Any] | None
     return {"label": label, "first": before, "last": number(last, 3), "kind": kind, "start": start, "end": end}
 
 
+def _sources(run: Run) -> tuple[Chart, ...]:
+    """The scores of each source apart."""
+    return tuple(
+        Chart(title, unit, {name: match[1] for name in run.names() if (match := SOURCE[part].fullmatch(name))})
+        for part, title, unit in (
+            ("mean", "Scores of each source", "as it gave them"),
+            ("var", "Their spread", "variance"),
+        )
+    )
+
+
 def _others(run: Run) -> tuple[Chart, ...]:
     """A chart for each number that no group shows: nothing recorded is left out."""
-    known = {"step", "time"} | {name for charts in GROUPS.values() for chart in charts for name in chart.curves}
+    charts = [chart for group in (*GROUPS.values(), _sources(run)) for chart in group]
+    known = {"step", "time"} | {name for chart in charts for name in chart.curves}
     names = [name for name in run.names() if name not in known and not name.startswith(("time/", "gate/"))]
     return tuple(Chart(name, "", {name: name}) for name in names)
 
@@ -301,12 +321,22 @@ def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | No
 
 
 def _means(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(label, mean over samples) of score and KL."""
+    """(label, mean over samples) of score and KL, and of what each source said."""
+    said = [row["scores"] if isinstance(row.get("scores"), dict) else {} for row in rows]
+    columns = {"score": [row.get("score") for row in rows], "KL": [row.get("kl") for row in rows]}
+    columns |= {name: [scores.get(name) for scores in said] for name in dict.fromkeys(name for s in said for name in s)}
     means = []
-    for label, key in (("score", "score"), ("KL", "kl")):
-        values = [row[key] for row in rows if _finite(row.get(key))]
+    for label, column in columns.items():
+        values = [value for value in column if _finite(value)]
         means.append((label, number(fmean(values), 3) if values else "not finite"))
     return means
+
+
+def _record(row: dict[str, Any]) -> str:
+    """The record of a sample's prompt, cut to a few words; "" without one."""
+    record = row.get("record")
+    shown = json.dumps(record, ensure_ascii=False) if isinstance(record, dict) and record else ""
+    return shown if len(shown) <= RECORD else shown[:RECORD] + "…"
 
 
 def _date(seconds: float) -> str:

@@ -21,8 +21,8 @@ from megarlhf.train.clock import Clock
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine, Part
-    from megarlhf.experience.scorer import Scorer
     from megarlhf.experience.sampler import Sampler
+    from megarlhf.experience.scorer import Scorer
 
 
 @dataclass

@@ -15,8 +15,8 @@ from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptsConfig
 from megarlhf.data.sft import SFTDataConfig
 from megarlhf.experience.gate import GateConfig
-from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.experience.sampler import SamplerConfig
+from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train.guard import GuardConfig
 from megarlhf.train.settings import RunConfig

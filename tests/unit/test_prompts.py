@@ -81,6 +81,37 @@ def test_left_padding_and_shares(load, tokenizer):
     assert one.sequence_ids.tolist() == [7] and tokenizer.decode(one.tokens[0][one.valid[0]])
 
 
+LINES = [
+    {"q": "dropped", "answer": "no period"},
+    {"answer": "#### 72", "q": "One two. Three.", "tests": [{"in": [1, -2.5, 1e300], "out": None}], "ok": True},
+    {"q": "Four. Five.", "deep": {"a": {"b": [[], {}]}}, "text": "\u6f22 \ud800", "big": 2**70},
+    {"q": "Six. Seven.", "prompt": "of another key"},
+]
+
+
+def test_records_are_the_lines(load):
+    """Every key and every JSON value; of the prompt that was kept, whatever was dropped before it."""
+    prompts, _ = load(lines=list(map(json.dumps, LINES)), prompt_key="q", length=64, start_text=".", end_text=".")
+    assert prompts.records(range(3)) == LINES[1:]
+    assert prompts.records([2, 0, 0]) == [LINES[3], LINES[1], LINES[1]]
+    first, again = prompts.records([0, 0])
+    first["tests"][0]["in"].clear()
+    first["answer"] = "another"
+    assert again == LINES[1] and prompts.records([0]) == [LINES[1]]  # nobody changes the data set
+
+
+def test_batches_carry_the_ids_of_their_prompts(load):
+    prompts, _ = load(length=64)
+    loader = PromptLoader(prompts, length=64, global_batch=6, pad_id=999, seed=3, dp_rank=1, dp_size=2)
+    batch = loader.batch(1)
+    for tokens, valid, record in zip(
+        batch.tokens, batch.valid, prompts.records(batch.prompt_ids.tolist()), strict=True
+    ):
+        assert prompts.texts.index(record["prompt"]) == [ids.tolist() for ids in prompts.tokens].index(
+            tokens[valid].tolist()
+        )
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -88,6 +119,9 @@ def test_left_padding_and_shares(load, tokenizer):
         (['{"prompt": "a"}', "", '{"text": "a"}'], r"prompts.jsonl:3: no key 'prompt' \(found: text\)"),
         (['{"prompt": 1}'], "prompts.jsonl:1: 'prompt' must be a string, not int"),
         (["{"], "prompts.jsonl:1: not JSON"),
+        (['{"prompt": "a", "x": [{"y": NaN}]}'], "prompts.jsonl:1: a number is NaN or infinite"),
+        (['{"prompt": "a", "x": 1e999}'], "prompts.jsonl:1: a number is NaN or infinite"),
+        ([json.dumps({"prompt": "a", "x": "y" * 2**24})], "prompts.jsonl:1: the keys beside 'prompt' take 16777225 by"),
         (["", " "], "no prompt is left"),
     ],
 )

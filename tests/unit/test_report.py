@@ -200,6 +200,26 @@ def test_samples_that_a_resumed_run_wrote_again_count_once(tmp_path):
     assert "not finite" in page.text("b")
 
 
+def test_scores_of_each_source(tmp_path):
+    """Curves, the means over samples and each sample's own; rows of older runs have none."""
+    records = [
+        row | {f"scores/{name}/{part}": 1.0 for name in "ab" for part in ("mean", "var")} for row in ppo_records(3)
+    ]
+    samples = [
+        sample(1, "q", "r", scores={"a": 2.0, "b": None}, record={"answer": "72", "tests": ["x" * 500]}),
+        sample(1, "q2", "r", scores={"a": 4.0, "b": 0.5}, record={}),
+        sample(3, "q", "r"),
+    ]
+    page = render(tmp_path, records, samples)
+    assert page.points().items() >= {"a": 3, "b": 3}.items()
+    assert {path["data-label"] for path in page.paths("curve")} & {"scores/a/mean", "scores/b/var"} == set()
+    numbers = page.text("small")
+    assert "mean a  , mean b" in numbers and '{"answer": "72", "tests": ["xxx' in numbers and "x" * 300 not in numbers
+    assert [text for around, text in page.texts if around == "b"].count("not finite") == 1
+    odd = [sample(1, "q", "r", scores=value, record=value) for value in (None, 3, [1], {SCRIPT: SCRIPT}, {"a": {}})]
+    assert SCRIPT not in render(tmp_path, records, odd).html
+
+
 def test_nothing_of_the_run_becomes_markup(tmp_path):
     quoted = f'"{SCRIPT}'
     rows = [row | {quoted: 1.0, f"time/{quoted}": 1.0} for row in ppo_records(2)]

@@ -188,3 +188,17 @@ def test_parsing_takes_no_more_than_the_body(body):
     finally:
         tracemalloc.stop()
     assert peak < 2.5 * len(body) + 2 * 2**20, f"{peak / len(body):.1f} times the body"
+
+
+@pytest.mark.parametrize("element", [b"{}", b"[]", b"1.5", b'"ab"', b'{"a":1}', b'{"a":{"b":[0.5]}}'])
+def test_records_take_no_more_than_their_bound(element):
+    """131,072 values, also of a body that has many more."""
+    for start in (b'{"records": [', b'{"records": [{"a": [', b'{"other": ['):
+        tracemalloc.start()
+        try:
+            with pytest.raises(RefusedError, match="may have 131072 values in all"):
+                _request(start + (element + b",") * 200_000)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2.5 * 200_000 * len(element) + 40 * 2**20, f"{peak / 2**20:.0f} MiB"

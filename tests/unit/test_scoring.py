@@ -18,7 +18,7 @@ from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.sampler import SamplerConfig
-from megarlhf.experience.scorer import ScoringConfig, SourceConfig, texts, truncate
+from megarlhf.experience.scorer import ScoringConfig, SourceConfig, place, texts, truncate
 from megarlhf.experience.sources import FunctionScorer, RemoteScorer, checked_answers
 from megarlhf.train import generate, scoring
 from tests.distributed.layouts import GPT2, LLAMA
@@ -142,6 +142,35 @@ def none(prompts, responses): return [None, 2.0]
 def nothing(prompts, responses): pass
 def lazy(prompts, responses): return (1.0 for _ in responses)
 number = 3
+
+def answers(prompts, responses, records): return [record["answer"] for record in records]
+def third(prompts, responses, lines): return answers(prompts, responses, lines)
+def keyword(prompts, responses, *, records): return answers(prompts, responses, records)
+def optional(prompts, responses, scale=2.0, records=None):
+    return [scale * number for number in answers(prompts, responses, records)]
+def anything(prompts, responses, **more): return answers(prompts, responses, **more)
+class Judge:
+    def __call__(self, prompts, responses, records): return answers(prompts, responses, records)
+judge = Judge()
+def without(prompts, responses, scale=2.0): return [scale for _ in responses]
+def spoils(prompts, responses, records):
+    for record in records: record.clear()
+    return [0.0 for _ in responses]
+def one(prompts): return [0.0 for _ in prompts]
+def four(prompts, responses, records, more): return [0.0 for _ in prompts]
+def other(prompts, responses, *, model): return [0.0 for _ in prompts]
+
+def steps(prompts, responses): return [[(1, 0.5), (3, torch.tensor(2))], 1.5]
+def no_steps(prompts, responses): return [[], ((1, -1.0),)]
+def backwards(prompts, responses): return [[(2, 0.5), (1, 0.5)], 0.0]
+def twice(prompts, responses): return [0.0, [(1, 0.5), (1, 0.5)]]
+def beyond(prompts, responses): return [[(4, 0.5)], 0.0]
+def at_zero(prompts, responses): return [[(0, 0.5)], 0.0]
+def halves(prompts, responses): return [[(1.5, 0.5)], 0.0]
+def unscored(prompts, responses): return [[(1, float("nan"))], 0.0]
+def bare(prompts, responses): return [[0.5], 0.0]
+def triples(prompts, responses): return [[(1, 0.5, 2)], 0.0]
+def digits(prompts, responses): return [10**5000, 0.0]
 """
 
 
@@ -165,6 +194,55 @@ def lengths(prompts, responses):
     return [len(response) for response in responses]
 
 
+RECORDS = [{"answer": 4.0}, {"answer": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), {"answers": 1, "third": 1, "keyword": 1, "optional": 2, "anything": 1, "judge": 1}.items()
+)
+def test_functions_get_records(functions, name, factor):
+    scorer = FunctionScorer(f"{functions}:{name}")
+    assert scorer(["a", "bc"], ["abc", "b"], RECORDS) == [4.0 * factor, 2.0 * factor]
+    with pytest.raises(UserError, match=f":{name}: takes records, but there are none"):
+        scorer(["a", "bc"], ["abc", "b"])
+
+
+@pytest.mark.parametrize(("name", "expected"), {"rule": [5.0, 0.0], "without": [2.0, 2.0]}.items())
+def test_functions_without_records_are_called_as_before(functions, name, expected):
+    assert FunctionScorer(f"{functions}:{name}")(["a", "bc"], ["abc", "b"], RECORDS) == expected
+
+
+@pytest.mark.parametrize("name", ["one", "four", "other"])
+def test_functions_with_wrong_parameters_are_refused_at_once(functions, tokenizer, name):
+    config = ScoringConfig(sources=(SourceConfig(function=f"{functions}:{name}"),))
+    with pytest.raises(UserError, match=rf":{name}: has the parameters \(.*\), but is called with .*change its par"):
+        scoring.check(config, tokenizer, ParallelConfig(), vocab_size=300, prompt_length=8, response_length=8)
+
+
+def test_functions_score_steps(functions):
+    assert FunctionScorer(f"{functions}:steps")(["a", "bc"], ["abc", "b"]) == [[(1, 0.5), (3, 2.0)], 1.5]
+    assert FunctionScorer(f"{functions}:no_steps")(["a", "bc"], ["abc", "b"]) == [[], [(1, -1.0)]]
+
+
+def test_steps_stand_at_the_token_that_completes_them(tokenizer, tmp_path):
+    """Against a search from the left, for characters of several tokens, tokens of several characters, and a space that
+    belongs to the token behind it."""
+    save_hf(tmp_path)
+    for tokens in (tokenizer, load_tokenizer(tmp_path)):
+        prompt, response = tokens.encode("the sea"), tokens.encode("\U0001f600\xe9 is slow. \u6f22\u5b57 x")
+        text = tokens.continuation(prompt, response)
+        prefixes = [tokens.continuation(prompt, response[: j + 1]) for j in range(len(response))]
+        columns = [
+            next(j for j, prefix in enumerate(prefixes) if prefix.startswith(text[:end]))
+            for end in range(1, len(text) + 1)
+        ]
+        assert len(set(columns)) < len(text) and len(set(columns)) < len(response)  # neither one to one
+        found = place([(end, float(end)) for end in range(1, len(text) + 1)], prompt, response, tokens)
+        assert found == [(column, float(end)) for end, column in enumerate(columns, start=1)]
+        assert place([(len(text), 1.0)], prompt, response, tokens) == [(len(response) - 1, 1.0)]
+        assert place([], prompt, response, tokens) == [] and place(2.0, prompt, response, tokens) == 2.0
+
+
 def test_right_or_wrong(functions):
     assert FunctionScorer(f"{functions}:correct")(["a", "bc"], ["abc", "b"]) == [1.0, 0.0]
 
@@ -184,6 +262,15 @@ def test_right_or_wrong(functions):
         ("lazy", "returned generator, not a list"),
         ("missing", "has no function 'missing'"),
         ("number", "has no function 'number'"),
+        ("backwards", r"score 1 of 2: step 2 is '\(1, 0.5\)', not \[end, score\] .* within the 3 characters"),
+        ("twice", "score 2 of 2: step 2 is"),
+        ("beyond", "score 1 of 2: step 1 is"),
+        ("at_zero", "score 1 of 2: step 1 is"),
+        ("halves", "score 1 of 2: step 1 is"),
+        ("unscored", r"score 1 of 2: step 1 is '\(1, nan\)'"),
+        ("bare", "score 1 of 2: step 1 is '0.5'"),
+        ("triples", "score 1 of 2: step 1 is"),
+        ("digits", "score 1 of 2 is 'a number of thousands of digits', not a finite number"),
     ],
 )
 def test_wrong_functions(functions, name, expected):
@@ -360,6 +447,45 @@ def test_the_reference_server(tmp_path):
             remote(url)(["p"], ["good"])
 
 
+JUDGE = """
+def score(prompts, responses, records):
+    return [[[1, 0.5], [len(r), len(record["tests"][0]["in"])]] if r == "steps" else float(record["answer"] == r)
+            for r, record in zip(responses, records)]
+"""
+
+
+def test_the_reference_server_answers_both_protocols(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    records = [{"answer": "7", "tests": [{"in": [1, None, {"a": -1.5e3}]}]}] * 3
+    answers = [1.0, 0.0, [(1, 0.5), (5, 3.0)]]
+    with reward_server(tmp_path, function=f"{tmp_path}/judge.py:score", max_request_mb=1) as (url, _):
+        scorer = remote(url, batch_size=2)
+        with pytest.raises(UserError, match="HTTP 400: the function takes records; send them, with version 2"):
+            scorer(["p"] * 3, ["7", "8", "steps"], records)  # it does not yet know the server's protocol
+        scorer.check_health()
+        assert scorer(["p"] * 3, ["7", "8", "steps"], records) == answers
+        large = [{"text": "a" * 2**20}]
+        with pytest.raises(UserError, match=r"HTTP 413: .*max_request_mb.*; lower the source's batch_size, raise the"):
+            scorer(["p"], ["7"], large)
+    (tmp_path / "judge.py").write_text("def score(prompts, responses): return [len(text) for text in responses]\n")
+    with reward_server(tmp_path, function=f"{tmp_path}/judge.py:score") as (url, _):
+        for scorer in (remote(url), remote(url)):
+            assert scorer(["p"], ["abc"], [{"answer": 3}]) == [3.0]  # the old form, then the new one
+            scorer.check_health()
+            assert scorer.protocol == 2 and scorer(["p"], ["abc"], [{"answer": 3}]) == [3.0]
+
+
+def test_servers_of_the_old_protocol_get_no_records(bad):
+    scorer = remote(bad + "/keys")  # answers with the number of the request's keys
+    scorer.check_health()
+    assert scorer.protocol == 1 and scorer(["p"], ["r"], [{"answer": 1}]) == [3.0]
+    with pytest.raises(UserError, match="odd/health: protocol is 'two', not a whole number from 1 on"):
+        remote(bad + "/odd").check_health()
+    newer = remote(bad + "/newer")
+    newer.check_health()
+    assert newer.protocol == 2 and newer(["p"], ["r"], [{"answer": 1}]) == [5.0]
+
+
 def test_the_server_refuses_what_it_cannot_serve(tmp_path, capsys):
     path = tmp_path / "serve.yaml"
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -391,11 +517,29 @@ def test_the_server_refuses_what_it_cannot_serve(tmp_path, capsys):
         ({"url": "http://name:word@host"}, "is no address of a server"),
         ({"url": "http://host/a b"}, "is no address of a server"),
         ({"function": "a:b", "retries": -1}, "retries: must not be negative"),
+        ({"function": "a:b", "clip": [1, -1]}, r"clip: must be \[low, high\] with low < high, not \[1.0, -1.0\]"),
+        ({"function": "a:b", "clip": [1]}, r"clip: must be \[low, high\]"),
+        ({"function": "a:b", "name": "a/b"}, "name: 'a/b' must be of letters"),
+        ({"function": "a:b", "name": ""}, "name: '' must be of letters"),
+        ({"function": "a:b", "step_token": "."}, "step_token: is for a checkpoint"),
     ],
 )
 def test_wrong_sources(source, expected):
     with pytest.raises(UserError, match=f"^here: sources.0.\\..*({expected})"):
         configuration.from_dict(ScoringConfig, {"sources": [source]}, "here")
+
+
+def test_sources_have_names():
+    def names(*sources):
+        return configuration.from_dict(ScoringConfig, {"sources": list(sources)}, "here").names
+
+    assert names(
+        {"checkpoint": "runs/judge one/"}, {"function": "a/rules.py:score"}, {"function": "b:score"},
+        {"url": "http://node7:80/x"}, {"url": "https://node7"}, {"function": "c:d", "name": "score-2"},
+        {"url": "http://[::1]:80"},
+    ) == ("judge-one", "score", "score-3", "node7", "node7-2", "score-2", "1")  # fmt: skip
+    with pytest.raises(UserError, match="^here: sources: two of them have the name 'a'; give each its own"):
+        names({"function": "a:b", "name": "a"}, {"function": "a:c", "name": "a"})
 
 
 def reward_directory(path, architecture, tokenizer_path):
@@ -407,8 +551,8 @@ def reward_directory(path, architecture, tokenizer_path):
     return str(path)
 
 
-def check(tokenizer, path=None, *, parallel=None, vocab_size=503, response_length=8, **options):
-    source = SourceConfig(checkpoint=path) if path else SourceConfig(url="http://127.0.0.1:9")
+def check(tokenizer, path=None, *, step_token=None, parallel=None, vocab_size=503, response_length=8, **options):
+    source = SourceConfig(checkpoint=path, step_token=step_token) if path else SourceConfig(url="http://127.0.0.1:9")
     return scoring.check(
         ScoringConfig(sources=(source,), **options), tokenizer, parallel or ParallelConfig(),
         vocab_size=vocab_size, prompt_length=8, response_length=response_length,
@@ -423,6 +567,9 @@ def test_checks_of_reward_models(tokenizer, tmp_path):
     other = reward_directory(tmp_path / "other", LLAMA, tmp_path / "hf")
     with pytest.raises(UserError, match=r"other: token 0 is '<unk>' to the policy but is '<pad>' to the reward model"):
         check(tokenizer, other)
+    assert check(tokenizer, good, step_token=" .") == []
+    with pytest.raises(UserError, match="step_token: 'never ends' is not one token"):
+        check(tokenizer, good, step_token="never ends")
     with pytest.raises(UserError, match="vocabulary has 503 entries, the policy's 512"):
         check(tokenizer, good, vocab_size=512)
     with pytest.raises(UserError, match="parallel.tensor: 8 does not divide"):

@@ -1,0 +1,100 @@
+"""A prompt's record reaches a Python function and a reward server and is seen in samples.jsonl; what normalisation
+remembers survives a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf.data.prompts import PromptsConfig, load_prompts
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.e2e.test_ppo import records, run_ppo
+from tests.scoring import reward_server
+
+LENGTH = 24
+JUDGES = """
+def result(record):
+    return float(record["answer"].split("####")[1].replace(",", ""))
+
+def number(prompts, responses, records):
+    assert all(record["question"] for record in records)
+    return [result(record) for record in records]
+
+def steps(prompts, responses, records):
+    return [
+        [[end, result(record) / 1000] for end in range(1, len(response) + 1, 4)]
+        for response, record in zip(responses, records)
+    ]
+"""
+
+
+def ours() -> list[dict]:
+    """Lines of GSM8K's shape."""
+    return [
+        {
+            "question": f"There are {n} rooms of {n + 1} chairs. How many chairs?",
+            "answer": f"{n} x {n + 1}\n#### {n * n + n}",
+        }
+        for n in range(3, 35)
+    ]
+
+
+@pytest.mark.parametrize("data", ["ours", pytest.param("gsm8k", marks=pytest.mark.shared)])
+def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request, data):
+    sft, _ = straight
+    if data == "ours":
+        lines = ours()
+    else:
+        source: Path = request.getfixturevalue("shared") / "data" / "gsm8k" / "train.jsonl"
+        lines = [json.loads(line) for line in source.read_text().splitlines()[:32]]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "judges.py").write_text(JUDGES)
+    with reward_server(tmp_path, function=f"{tmp_path}/judges.py:number") as (url, _):
+        settings = {
+            "run": str(tmp_path / "unused"),
+            "model": {"checkpoint": str(sft), "dtype": "fp32"},
+            "prompts": {"path": str(tmp_path / "prompts.jsonl"), "prompt_key": "question", "length": LENGTH},
+            "sampler": {"response_length": 8, "micro_batch_size": 8, "samples_per_prompt": 2},
+            "scoring": {"sources": [
+                {"url": url, "name": "server", "weight": 0.001},
+                {"function": f"{tmp_path}/judges.py:number", "clip": [0, 40], "normalize": True},
+                {"function": f"{tmp_path}/judges.py:steps"},
+            ]},
+            "training": {"steps": 3, "batch_size": 8, "epochs": 1, "micro_batch_size": 8},
+            "optimizer": {"lr": 1e-4, "schedule": "constant"},
+            "checkpoint": {"every": 2},
+            "log": {"samples": 8, "samples_every": 1},
+        }  # fmt: skip
+        (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(settings))
+        ranks.run(1, run_ppo, tmp_path / "ppo.yaml", [[f"run={tmp_path / 'straight'}"]])
+        shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+        checkpoints = tmp_path / "resumed" / "checkpoints"
+        (checkpoints / "latest").unlink()
+        shutil.rmtree(checkpoints / "step_00000003")  # as after a kill in the third step
+        ranks.run(1, run_ppo, tmp_path / "ppo.yaml", [[f"run={tmp_path / 'resumed'}"]])
+    tokenizer = load_tokenizer(sft.parent / "reviews.model")
+    prompts, _ = load_prompts(
+        tokenizer, PromptsConfig(str(tmp_path / "prompts.jsonl"), prompt_key="question", length=LENGTH)
+    )
+    queries = [tokenizer.decode(ids[ids != tokenizer.bos_id]) for ids in prompts.tokens]
+    samples = [json.loads(line) for line in (tmp_path / "straight" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 24
+    for row in samples:
+        line = lines[queries.index(row["query"])]
+        result = float(line["answer"].split("####")[1].replace(",", ""))
+        assert row["record"] == {"answer": line["answer"]}
+        steps = len(range(1, len(row["response"]) + 1, 4))
+        expected = {"server": result, "number": result, "steps": pytest.approx(steps * result / 1000, rel=1e-5)}
+        assert row["scores"] == expected
+    first, *_, last = records(tmp_path / "straight")
+    assert first["scores/server/mean"] == pytest.approx(sum(row["scores"]["server"] for row in samples[:8]) / 8)
+    assert first["scores/number/mean"] == first["scores/server/mean"]
+    again = records(tmp_path / "resumed")[-1]
+    timed = ("time", "tokens_per_second")
+    assert {k: v for k, v in again.items() if not k.startswith(timed)} == {
+        k: v for k, v in last.items() if not k.startswith(timed)
+    }
