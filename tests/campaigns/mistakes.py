@@ -66,7 +66,11 @@ class World:
         ]
         self.pairs = self.jsonl("pairs.jsonl", pairs)
         self.prompts = self.jsonl("prompts.jsonl", [{"prompt": row["prompt"]} for row in texts])
-        (directory / "rules.py").write_text("def score(prompts, responses): return [0.0 for _ in responses]\n")
+        (directory / "rules.py").write_text(
+            "def score(prompts, responses): return [0.0 for _ in responses]\n"
+            "def one(prompts): pass\n"
+            "def four(prompts, responses, records, more): pass\n"
+        )
         os.mkfifo(directory / "pipe")
         base = {"run": sft["run"], "model": {"checkpoint": str(run), "dtype": "fp32"}}
         prompts = {"path": str(self.prompts), "length": 16}
@@ -128,6 +132,14 @@ class World:
         else:
             settings = configuration.load(serve_reward.ServeRewardConfig, config, overrides)
             FunctionScorer(settings.function) if settings.function else serve_reward.model_scorer(settings)
+
+    def answers(self, said: str) -> tuple[int, str]:
+        """A reward function that returns the expression `said` for one response, `abc`."""
+        from megarlhf.experience.sources import FunctionScorer
+
+        path = self.fresh() / "judge.py"
+        path.write_text(f"def score(prompts, responses, records): return {said}\n")
+        return call(lambda: FunctionScorer(f"{path}:score")(["a"], ["abc"], [{"answer": 1}]))
 
     def text(self, content: bytes, program: str = "sft") -> tuple[int, str]:
         """A configuration of these bytes."""

@@ -77,7 +77,16 @@ BAD_ROWS: dict[str, dict[str, tuple[Any, str]]] = {
         "a number": ({"prompt": 3}, "'prompt' must be a string"), "messages": ({"messages": [{"role": "user",
         "content": "a"}]}, "'prompt'"),
         "a list": (["a"], "a JSON object"), "half a surrogate pair": ({"prompt": "\udfff"}, "surrogate"),
+        "a record too large": ({"prompt": "a", "tests": "x" * 2**24}, "data.jsonl:1: the keys beside 'prompt' take"),
+        "NaN in the record": ({"prompt": "a", "answer": float("nan")}, "data.jsonl:1: a number is NaN"),
     },
+}  # fmt: skip
+ANSWERS = {  # of a reward function for one response of three characters
+    "out of order": "[[(2, 1.0), (1, 1.0)]]", "one end twice": "[[(1, 1.0), (1, 1.0)]]",
+    "beyond the text": "[[(4, 1.0)]]", "before the text": "[[(0, 1.0)]]",
+    "no number": "[[(1, None)]]", "not finite": "[[(1, float('inf'))]]",
+    "no pairs": "[[1.0]]", "a broken end": "[[(1.5, 1.0)]]", "too many": "[1.0, 2.0]", "text": "['1.0']",
+    "an error": "1 / 0", "a missing key": "[records[0]['result']]", "a huge number": "[10**5000]",
 }  # fmt: skip
 KEYS = {"sft": "data.train", "reward": "data.train", "ppo": "prompts.path"}
 STRICT = {"sft": ["data.max_bad_fraction=0"], "reward": ["data.max_bad_fraction=0"], "ppo": []}
@@ -349,6 +358,8 @@ def table() -> Iterator[Case]:
     for program, rows in BAD_ROWS.items():
         for name, (row, place) in rows.items():
             yield Case("data", f"{program}: a line with {name}", partial(bad_row, program=program, row=row), place)
+    for name, said in ANSWERS.items():
+        yield Case("answers", name, partial(World.answers, said=said), "judge.py:score")
     for name, (damage, place) in TOKENIZERS.items():
         yield Case("tokenizer", name, partial(World.tokenizer, damage=damage), place)
     for path in ("/no/such", "/dev/null", "/dev/zero", "{d}/pipe", "{d}/rules.py", "''", "3"):
