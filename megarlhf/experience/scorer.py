@@ -33,8 +33,9 @@ from megarlhf.metrics import Metric, Variance
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
-Numbers = tuple[Tensor, Tensor]  # of one source, (B, 1 + R) float32, 0 where the second, bool, is False: column 0 is
-# for the whole response, column 1 + j for token j
+# Of one source: its numbers, (B, 1 + R) float32, and where it gave any, bool; 0 elsewhere. Column 0 is for the whole
+# response, column 1 + j for token j.
+Numbers = tuple[Tensor, Tensor]
 NAME = re.compile(r"[\w.+-]+")
 
 
@@ -136,6 +137,11 @@ class Scorer:
         self.outside = {k: _outside(source) for k, source in numbered if source.checkpoint is None}
         self._on_one_rank(self._check_health)
         self.models = {k: load_model(source.checkpoint) for k, source in numbered if source.checkpoint is not None}
+        self.steps = {
+            k: token_id(tokenizer, source.step_token, "step_token")
+            for k, source in numbered
+            if source.step_token is not None
+        }
         self.moments = {k: Moments() for k, source in numbered if source.normalize}
 
     def score(self, rollout: Rollout) -> Scores:
@@ -150,7 +156,7 @@ class Scorer:
         scores = torch.zeros(len(rollout), device=rollout.tokens.device)
         token_scores = torch.zeros_like(read.mask, dtype=torch.float32)
         by_source = scores.new_zeros(len(rollout), len(self.names))
-        numbers = {k: self._read(model, self.config.sources[k], read) for k, model in self.models.items()}
+        numbers = {k: self._read(k, model, read) for k, model in self.models.items()}
         answers = self._on_one_rank(lambda: self._ask(read))
         numbers |= {k: _tensors(answer, read.mask) for k, answer in zip(self.outside, answers, strict=True)}
         for k, (values, given) in numbers.items():
@@ -192,15 +198,13 @@ class Scorer:
             parts = {part: state.get(f"{self.names[k]}/{part}") for part in vars(Moments())}
             self.moments[k] = Moments() if None in parts.values() else Moments(**parts)
 
-    def _read(self, model: Engine, source: SourceConfig, read: Rollout) -> Numbers:
+    def _read(self, k: int, model: Engine, read: Rollout) -> Numbers:
         scores = model.forward(read)["scores"]
         whole, columns = torch.ones_like(read.mask[:, :1]), torch.zeros_like(read.mask)
-        outcomes = final_scores(scores, read.mask)
-        if source.step_token is not None:
-            step = token_id(self.tokenizer, source.step_token, "step_token")
-            whole, columns = ~whole, read.mask & (read.tokens[:, read.prompt_len :] == step)
+        if k in self.steps:
+            whole, columns = ~whole, read.mask & (read.tokens[:, read.prompt_len :] == self.steps[k])
         given = torch.cat([whole, columns], 1)
-        return torch.where(given, torch.cat([outcomes[:, None], scores], 1), 0), given
+        return torch.where(given, torch.cat([final_scores(scores, read.mask)[:, None], scores], 1), 0), given
 
     def _adjusted(self, k: int, values: Tensor, given: Tensor) -> Tensor:
         """The numbers of source k clipped, normalised and weighted. Collective."""

@@ -173,6 +173,8 @@ def variations():
             samples = sample(short, samples_per_prompt=4)
             found[family, "samples of a prompt"] = torch.equal(samples.tokens[2::4], sample(alone).tokens)
             found[family, "log-probs of samples"] = gap(samples.logprobs[2::4], sample(alone).logprobs) < 1e-5
+            groups = (samples.prompt_ids, short.prompt_ids), (samples.group_ids, short.sequence_ids)
+            found[family, "ids of samples"] = all(torch.equal(a, b.repeat_interleave(4)) for a, b in groups)
             found[family, "another seed"] = not torch.equal(sample(short, seed=12).tokens, plain.tokens)
             hot = sample(short, temperature=0.7)
             found[family, "temperature"] = gap(hot.logprobs, engine.forward(hot, temperature=0.7)["logprobs"]) < 1e-5

@@ -33,13 +33,10 @@ def steps(prompts, responses, records):
 
 
 def ours() -> list[dict]:
-    """Lines of GSM8K's shape."""
+    """Lines of GSM8K's shape, of words that the tests' tokenizer knows."""
     return [
-        {
-            "question": f"There are {n} rooms of {n + 1} chairs. How many chairs?",
-            "answer": f"{n} x {n + 1}\n#### {n * n + n}",
-        }
-        for n in range(3, 35)
+        {"question": "the " * n + "film. how many words?", "answer": f"{n} + 4 = <<{n}+4={n + 4}>>\n#### {n + 4}"}
+        for n in range(1, 17)
     ]
 
 
@@ -61,7 +58,7 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
             "sampler": {"response_length": 8, "micro_batch_size": 8, "samples_per_prompt": 2},
             "scoring": {"sources": [
                 {"url": url, "name": "server", "weight": 0.001},
-                {"function": f"{tmp_path}/judges.py:number", "clip": [0, 40], "normalize": True},
+                {"function": f"{tmp_path}/judges.py:number", "clip": [8, 40], "normalize": True},
                 {"function": f"{tmp_path}/judges.py:steps"},
             ]},
             "training": {"steps": 3, "batch_size": 8, "epochs": 1, "micro_batch_size": 8},
@@ -80,6 +77,7 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
     prompts, _ = load_prompts(
         tokenizer, PromptsConfig(str(tmp_path / "prompts.jsonl"), prompt_key="question", length=LENGTH)
     )
+    assert len({tuple(ids) for ids in prompts.tokens}) == len(lines)
     queries = [tokenizer.decode(ids[ids != tokenizer.bos_id]) for ids in prompts.tokens]
     samples = [json.loads(line) for line in (tmp_path / "straight" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 24
