@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import urllib.parse
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, token_id
 from megarlhf.experience.running import Moments
-from megarlhf.experience.sources import Answer, FunctionScorer, Record, RemoteScorer
+from megarlhf.experience.sources import FunctionScorer, Record, RemoteScorer
+from megarlhf.experience.texts import Placed, decoded, place, token_ids
 from megarlhf.metrics import Metric, Variance
 
 if TYPE_CHECKING:
@@ -216,10 +216,10 @@ class Scorer:
             values = self.moments[k].normalised(values)
         return torch.where(given, source.weight * values, 0)
 
-    def _ask(self, read: Rollout) -> list[list[_Placed]]:
+    def _ask(self, read: Rollout) -> list[list[Placed]]:
         """What each source from outside says, its steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
-        prompts, responses = _texts(ids, self.tokenizer)
+        prompts, responses = decoded(ids, self.tokenizer)
         answers = [source(prompts, responses, self.records(prompt_ids)) for source in self.outside.values()]
         return [
             [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers
@@ -269,50 +269,7 @@ def truncate(rollout: Rollout, *, token: int, after: int) -> tuple[Rollout, Tens
     return dataclasses.replace(rollout, mask=mask, segments=segments), ends.any(1)
 
 
-def token_ids(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Of each row the ids of the prompt, without a BOS in front, and of what counts of the response, without an EOS at
-    the end."""
-    first, found = rollout.prompt_len, []
-    for tokens, segments, mask in zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), strict=True):
-        prompt = tokens[:first][segments[:first] > 0].tolist()
-        response = tokens[first:][mask].tolist()
-        prompt = prompt[prompt[:1] == [tokenizer.bos_id] :]
-        found.append((prompt, response[:-1] if response[-1] == tokenizer.eos_id else response))
-    return found
-
-
-def texts(rollout: Rollout, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
-    """The texts of `token_ids`: prompt + response is the whole text (`Tokenizer.continuation`)."""
-    return _texts(token_ids(rollout, tokenizer), tokenizer)
-
-
-def _texts(ids: list[tuple[list[int], list[int]]], tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
-    return (
-        [tokenizer.decode(prompt) for prompt, _ in ids],
-        [tokenizer.continuation(prompt, response) for prompt, response in ids],
-    )
-
-
-_Placed = float | list[tuple[int, float]]  # an `Answer` with response columns in the place of ends
-
-
-def place(answer: Answer, prompt: list[int], response: list[int], tokenizer: Tokenizer) -> _Placed:
-    """The steps of an answer at the response's columns: each score at the token that completes the step's last
-    character. (A character of several bytes may be spread over several tokens.) `response`: ids, column 0 first."""
-    if not isinstance(answer, list):
-        return answer
-    text, found = tokenizer.continuation(prompt, response), []
-    for end, score in answer:
-
-        def complete(count: int, end: int = end) -> bool:
-            return tokenizer.continuation(prompt, response[:count])[:end] == text[:end]
-
-        first = found[-1][0] if found else 0
-        found.append((bisect_left(range(len(response)), True, first, key=lambda c: complete(c + 1)), score))
-    return found
-
-
-def _tensors(answers: list[_Placed], mask: Tensor) -> Numbers:
+def _tensors(answers: list[Placed], mask: Tensor) -> Numbers:
     """Answers from outside, on the device of `mask`. Steps that end in the same token add up."""
     values = torch.zeros(len(mask), 1 + mask.shape[1])
     given = torch.zeros_like(values, dtype=torch.bool)

@@ -26,7 +26,7 @@ BUILT_IN = (
     ("G3", "position ids follow the mask"),
     ("G5", "the learning rate changes with every update; the original's with every batch"),
     ("G6", "noise is keyed by the sequence; the original's by the rank"),
-    ("R1", "scores are read at the last counted token; the original's in the last column"),
+    ("R1", "scores are read at the last counted token, or at each step_token; the original's in the last column"),
     ("R2", "a reward head starts from normal(0, 1 / sqrt(d + 1))"),
     ("P1", "log-probs are of logits divided by the temperature"),
 )

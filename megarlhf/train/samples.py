@@ -9,7 +9,8 @@ import torch
 
 from megarlhf.algorithms.kl import kl_estimate
 from megarlhf.batch import Batch
-from megarlhf.experience.scorer import Scorer, texts
+from megarlhf.experience.scorer import Scorer
+from megarlhf.experience.texts import texts
 from megarlhf.log import Log
 
 

@@ -15,8 +15,9 @@ from megarlhf.config import UserError
 from megarlhf.data.sft import continuation
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience.running import Moments
-from megarlhf.experience.scorer import ScoringConfig, SourceConfig, texts, truncate
+from megarlhf.experience.scorer import ScoringConfig, SourceConfig, truncate
 from megarlhf.experience.sources import RemoteScorer
+from megarlhf.experience.texts import texts
 from megarlhf.models.build import build
 from megarlhf.train import scoring
 from tests.distributed.layouts import GPT2, LLAMA, layout, share

@@ -103,13 +103,10 @@ def test_records_are_the_lines(load):
 def test_batches_carry_the_ids_of_their_prompts(load):
     prompts, _ = load(length=64)
     loader = PromptLoader(prompts, length=64, global_batch=6, pad_id=999, seed=3, dp_rank=1, dp_size=2)
-    batch = loader.batch(1)
-    for tokens, valid, record in zip(
-        batch.tokens, batch.valid, prompts.records(batch.prompt_ids.tolist()), strict=True
-    ):
-        assert prompts.texts.index(record["prompt"]) == [ids.tolist() for ids in prompts.tokens].index(
-            tokens[valid].tolist()
-        )
+    for batch in map(loader.batch, range(5)):
+        for tokens, valid, row in zip(batch.tokens, batch.valid, batch.prompt_ids.tolist(), strict=True):
+            assert tokens[valid].tolist() == prompts.tokens[row].tolist()
+            assert prompts.records([row]) == [{"prompt": prompts.texts[row]}]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.sampler import SamplerConfig
-from megarlhf.experience.scorer import ScoringConfig, SourceConfig, place, texts, truncate
+from megarlhf.experience.scorer import ScoringConfig, SourceConfig, truncate
 from megarlhf.experience.sources import FunctionScorer, RemoteScorer, checked_answers
+from megarlhf.experience.texts import place, texts
 from megarlhf.train import generate, scoring
 from tests.distributed.layouts import GPT2, LLAMA
 from tests.scoring import bad_server, make_rollout, reward_server, train_tokenizer
