@@ -137,6 +137,19 @@ def test_a_job_on_another_machine(tmp_path):
         age(run, lease.LIMIT + 60, machine="another", host="node7", token="another")
         out, err = finish(start(HOLDER, run))
         assert out == "held\n" and "on node7" in err and "it was not renewed for " in err
+        assert "waiting to see whether its job still runs" in err  # not on one look
+
+
+def test_a_holder_that_comes_back_while_it_is_watched_keeps_its_lease(tmp_path):
+    """Its machine was suspended for longer than the limit and goes on in this moment."""
+    with lease.held(tmp_path):
+        age(tmp_path, lease.LIMIT + 60, machine="another", host="node7")
+        second = start(HOLDER, tmp_path)
+        assert "waiting to see whether its job still runs" in second.stderr.readline()
+        os.utime(tmp_path / lease.NAME)
+        out, _ = finish(second)
+        assert out.startswith("error: run: ") and "on node7" in out
+        lease.verify()
 
 
 def test_a_holder_that_stood_still_stops(holder, tmp_path):
