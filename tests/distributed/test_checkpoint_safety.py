@@ -4,9 +4,11 @@ nothing is run, nothing is left behind."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from megarlhf import checkpoint
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
+from megarlhf.cluster import lease
 from megarlhf.config import UserError
 from megarlhf.models.build import build
 from tests.distributed.layouts import ADAM, LLAMA, full_weights, layout
@@ -257,6 +260,60 @@ def test_a_rank_killed_in_a_save_leaves_no_process(tmp_path, mode):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def lose_the_lease(directory):
+    """Another job takes the run directory over while a checkpoint is being written; what it was told, and what is
+    there then."""
+    run = Path(directory)
+    with layout() as topology, lease.held(run):
+        engine = build("critic", LLAMA, topology, micro_batch_size=2, dtype="fp32")
+        checkpoints = Checkpoints(run, CheckpointConfig())
+        checkpoints.save(1, {"critic": engine}, {}, LLAMA.save)
+
+        def write_files(step):
+            LLAMA.save(step / "critic")
+            other = {**json.loads((run / lease.NAME).read_text()), "token": "another", "job": "72"}
+            (run / lease.NAME).write_text(json.dumps(other))
+            while refusal(lease.verify) is None:  # it is read again every few seconds
+                time.sleep(0.1)
+
+        message = refusal(lambda: checkpoints.save(2, {"critic": engine}, {}, write_files))
+        return message, checkpoints.latest().name, [path.name for path in (run / "checkpoints").glob("*2")]
+
+
+def test_a_job_that_lost_its_directory_publishes_nothing(ranks, tmp_path):
+    ((message, latest, published),) = ranks.run(1, lose_the_lease, tmp_path)
+    assert (latest, published) == ("step_00000001", [])
+    assert message and f"run: {tmp_path} was taken over by job 72" in message
+
+
+def fail_on_rank_1(directory, asynchronous):
+    """Rank 1 cannot write its files; whether each rank was told, with what, and what a save after that brings."""
+    with layout() as topology:
+        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+        checkpoints = Checkpoints(Path(directory), CheckpointConfig(asynchronous=asynchronous))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            checkpoints.save(1, {"actor": engine}, {}, LLAMA.save)
+            checkpoints.finish()
+            message = None
+        except BaseException as error:  # torch's own is none of Exception
+            message = f"{type(error).__name__}: {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return message, checkpoints.latest()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, asynchronous):
+    """The first rank says why, with the rank that failed; nobody goes on, and nothing is published."""
+    (first, found), (second, _) = ranks.run(2, fail_on_rank_1, tmp_path, asynchronous)
+    assert found is None
+    assert first and first.startswith("UserError: ") and "cannot be written (rank 1: " in first
+    assert second and second.startswith("CheckpointException: ")  # without a cause: the first rank has it
 
 
 def agree_on(directory):
