@@ -48,7 +48,9 @@ if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
   limit=$({ cat "$config"; printf '%s\n' "$@"; } |
     sed -nE "s/^([^#]*[^#a-z_])?max_requeues[\"']? *[:=] *([0-9]+).*/\2/p" | tail -n 1)
   if [ "$last" = "$early" ]; then
-    echo "== not requeued: twice in a row $early (status $status); look for its last words above, or at its node"
+    signal=$(kill -l "$status" 2>/dev/null || true)
+    echo "== not requeued: twice in a row $early (status $status${signal:+, signal $signal}). Its last words stand above;" \
+      "of a lack of memory its node's kernel log tells. Mend that and submit it again"
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "${limit:-100}" ]; then
     echo "== not requeued: $early, and the job was restarted ${SLURM_RESTART_COUNT:-0} times (job.max_requeues)"
   else

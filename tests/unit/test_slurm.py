@@ -200,6 +200,19 @@ def test_the_script_reads_the_limit_of_requeues(tmp_path):
     assert (tmp_path / ".requeue-8").exists() and not (tmp_path / ".requeue-9").exists()
 
 
+def test_the_script_says_why_it_gives_up(tmp_path):
+    """A rank that is killed while it starts: the first time may be an accident, the second is none."""
+    commands(tmp_path, **{"bin/srun": "exit 137", "bin/squeue": "echo RUNNING", "bin/scontrol": "exit 0"})
+    (tmp_path / "x.yaml").touch()
+    first, second, anew = (run_script(tmp_path) for _ in range(3))
+    assert first.returncode == 0 and "== requeue: a rank was killed before the ranks had met\n" in first.stdout
+    assert second.returncode == 137
+    assert "== not requeued: twice in a row a rank was killed before the ranks had met (status 137, signal KILL)." in (
+        second.stdout
+    )
+    assert "submit it again" in second.stdout and anew.returncode == 0  # submitted again, it has two attempts again
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_was_remembered_ends_who_has_nothing_to_save(number):
     code = (
