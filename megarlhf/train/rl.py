@@ -146,18 +146,15 @@ def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepar
     """Build and load. Collective."""
     algorithm = settings.value
     models, progress = assemble(settings, algorithm, plan, topology)
-    sizes = settings.training
+    sizes, directory = settings.training, Path(settings.run)
     rows = AUDITS[settings.algorithm](settings) if settings.algorithm in AUDITS else []
-    if topology.rank == 0:
-        directory = Path(settings.run)
-        directory.mkdir(parents=True, exist_ok=True)
-        audit.save(rows, directory / "audit.json")
-        rate = job_checks.matmul_rate() * topology.world_size
-        work.save(
-            work.online_step(settings, plan.start.architecture, topology.data_size), rate, directory / "work.json"
-        )
 
     def loop(checkpoints, log, write_files):
+        if topology.rank == 0:
+            audit.save(rows, directory / "audit.json")
+            rate = job_checks.matmul_rate() * topology.world_size
+            phases = work.online_step(settings, plan.start.architecture, topology.data_size)
+            work.save(phases, rate, directory / "work.json")
         online.train(
             algorithm, models, progress, settings=settings, checkpoints=checkpoints, log=log, write_files=write_files
         )
