@@ -62,15 +62,13 @@ class Update:
 
 @dataclass(frozen=True)
 class OnlineAlgorithm:
-    """An algorithm that learns from what its policy samples. All functions are pure but those that are
-    given `Actions`."""
+    """An algorithm that learns from what its policy samples. Functions that are not given `Actions` are pure."""
 
     make_experience: Callable[[Batch, State], Experience]  # credit, of this rank's rows
     updates: Callable[[int], dict[str, Update]]  # step -> {model: its update of each minibatch}, in this order
     objective: Callable[[Batch, State], Metrics]  # what is measured of every batch, also of one not learned from
-    minibatch: Callable[[Experience, dist.ProcessGroup], Experience] = lambda rows, group: (
-        rows
-    )  # whitening and the like
+    # what needs all rows of a minibatch, those of all ranks of the group: whitening
+    minibatch: Callable[[Experience, dist.ProcessGroup], Experience] = lambda rows, group: rows
     collect: Callable[[Actions], Batch] = collect_once
     signals: frozenset[str] = frozenset()  # beside log-probs: values (of a critic), kl (exact, per token)
     state: State = field(default_factory=dict)  # at the start of a run
@@ -83,8 +81,8 @@ class OnlineAlgorithm:
 
 
 def share_trunk(algorithm: OnlineAlgorithm) -> OnlineAlgorithm:
-    """The same with the critic's head on the actor's trunk: one backward pass of the sum of both losses, which are sums
-    over the same tokens."""
+    """`algorithm` with the critic's head on the actor's trunk: one backward pass of the sum of both losses. Both are
+    sums over the same tokens."""
 
     def updates(step: int) -> dict[str, Update]:
         actor, critic = (algorithm.updates(step).get(model) for model in ("actor", "critic"))
@@ -103,7 +101,7 @@ def _sum(first: Loss, second: Loss, outputs: Outputs, rows: Any) -> tuple[Tensor
 
 
 def averaged(algorithm: OnlineAlgorithm, decay: float) -> OnlineAlgorithm:
-    """The same with a moving average of the actor's weights, the model `average`, that follows each update."""
+    """`algorithm` with a moving average of the actor's weights, the model `average`, which follows each update."""
 
     def after_update(act: Actions) -> None:
         algorithm.after_update(act)

@@ -57,9 +57,8 @@ class CriticConfig:
     """The model that estimates values."""
 
     kind: Literal["separate", "shared"] = "separate"  # shared: a head on the actor's trunk, one backward, as in 2019
-    checkpoint: str | None = (
-        None  # separate: a reward model to start from; default: the actor's trunk, a zero head (P2)
-    )
+    # separate: a reward model to start from; default: the actor's trunk and a zero head (P2)
+    checkpoint: str | None = None
     # separate: default the actor's, as a whole or key by key
     optimizer: OptimizerConfig | None = field(default=None, metadata=config.like("optimizer"))
 
