@@ -77,7 +77,8 @@ def main(path: str, overrides: list[str]) -> None:
     host, port = listener.getsockname()[:2]
     print(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
     health = {"status": "ok", "serves": name, "protocol": PROTOCOL}
-    server = http_server.Server(health, AnsweredRequests(score), max_body=settings.max_request_mb * 2**20)
+    requests = AnsweredRequests(score, needs_records=isinstance(score, FunctionScorer) and score.how is not None)
+    server = http_server.Server(health, requests, max_body=settings.max_request_mb * 2**20)
     asyncio.run(server.run(listener))
 
 
@@ -143,8 +144,8 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
 class AnsweredRequests:
     """Bodies of POST /score -> answers. Called in one thread: neither models nor users' functions expect more."""
 
-    def __init__(self, score: Score):
-        self.score = score
+    def __init__(self, score: Score, *, needs_records: bool):
+        self.score, self.needs_records = score, needs_records
         self.answers: dict[str, list[Answer]] = {}  # by request id, the oldest first
 
     def __call__(self, body: bytes | bytearray) -> tuple[int, dict[str, Any]]:
@@ -161,7 +162,7 @@ class AnsweredRequests:
         self, request: str, prompts: list[str], responses: list[str], records: list[Record] | None
     ) -> list[Answer]:
         """Scores, from memory for a request that was computed before: its client did not wait long enough."""
-        if records is None and getattr(self.score, "how", None) is not None:
+        if records is None and self.needs_records:
             raise RefusedError("the function takes records; send them, with version 2")
         if request not in self.answers:
             self.answers[request] = self.score(prompts, responses, records)
