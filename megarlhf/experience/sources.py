@@ -65,8 +65,8 @@ class FunctionScorer:
 
 class RemoteScorer:
     """A server at `url` that scores texts. It gets records if it has said, when asked for its health, that it speaks
-    protocol 2. What may pass (no connection, no whole answer within `timeout` seconds, HTTP
-    408, 429 and 5xx) is tried again up to `retries` times, with growing waits; everything else is an error at once."""
+    protocol 2. What may pass (no connection, no whole answer within `timeout` seconds, HTTP 408, 429 and 5xx) is tried
+    again up to `retries` times, with growing waits; everything else is an error at once."""
 
     def __init__(self, url: str, *, timeout: float, retries: int, batch_size: int):
         self.url = url.rstrip("/")
