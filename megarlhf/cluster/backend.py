@@ -35,11 +35,11 @@ def install() -> None:
         # NVIDIA's images turn TF32 on, whose products of float32 have 10 bits: sampler and trainer would not agree.
         torch.set_float32_matmul_precision("highest")
         cuda.load_transformer_engine()
-        import megatron.core
+        import megatron.core  # noqa: F401
     else:
-        from megarlhf.cpu import megatron
+        from megarlhf.cpu.megatron import install as install_on_cpu
 
-        megatron.install()
+        install_on_cpu()
     operations.rotate_in_float32()
     fused_adam.install()
 
