@@ -177,3 +177,20 @@ def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_on_a_gpu_starts_without_the_cpu_folder():
+    """With an answer of yes in place of a GPU, and the folder hidden."""
+    code = (
+        "import sys, torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "sys.modules['megarlhf.cpu'] = None\n"
+        "from megarlhf.cluster import backend\n"
+        "assert backend.on_cuda()\n"
+        "backend.install()\n"
+        "import megarlhf.models.build, megarlhf.train.ppo, megarlhf.experience.decoding"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
