@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megarlhf import checkpoint, config
-from megarlhf.algorithms.interface import OnlineAlgorithm
+from megarlhf.algorithms.interface import OnlineAlgorithm, State
 from megarlhf.cluster import job_checks
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
@@ -81,7 +81,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         )
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
-        read_progress(start.resume_from)
+        read_progress(start.resume_from, algorithm.state)
     memory.check(
         start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
         micro_batch=training.micro_batch_size,
@@ -130,16 +130,23 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     return Plan(start=start, total_steps=training.steps, notes=tuple(notes), prompts=prompts, ptx=ptx)
 
 
-def read_progress(step_directory: Path) -> Progress:
-    """The loop's state in a step directory. Raises UserError where it is not what the loop has saved."""
+def read_progress(step_directory: Path, start: State) -> Progress:
+    """The loop's state in a step directory. `start`: that with which the algorithm begins. Raises UserError for what
+    the loop has not saved with this algorithm."""
     state = checkpoint.read_state(step_directory)
     saved, where = state.get("progress"), str(step_directory / checkpoint.STATE)
     if not isinstance(saved, dict) or saved.get("step") != state["step"]:
         raise UserError(f"{where}: its 'progress' is not that of an online run, or damaged; use another step directory")
-    if "kl_coef" in saved:  # until 2026-11: PPO's state, and one batch of prompts a step
-        saved = {key: value for key, value in saved.items() if key != "kl_coef"}
-        saved |= {"state": {"kl_coef": state["progress"]["kl_coef"]}, "drawn": state["step"]}
-    return config.from_dict(Progress, saved, where)
+    if "kl_coef" in saved:  # checkpoints of PPO before it was one of several algorithms
+        saved = {"step": state["step"], "drawn": state["step"], "refused": saved.get("refused", 0),
+                 "state": {"kl_coef": saved["kl_coef"]}}  # fmt: skip
+    progress = config.from_dict(Progress, saved, where)
+    if progress.state.keys() != start.keys():
+        raise UserError(
+            f"{where}: the algorithm's state has the numbers {', '.join(progress.state) or 'none'}, not "
+            f"{', '.join(start) or 'none'}: it was saved by another algorithm; give a new run directory"
+        )
+    return progress
 
 
 def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepared:
@@ -190,7 +197,7 @@ def assemble(
         checkpoint.load(actor, start.resume_from / "actor", weights_only=False)
         if critic is not None:
             checkpoint.load(critic, start.resume_from / "critic", weights_only=False)
-        progress = read_progress(start.resume_from)
+        progress = read_progress(start.resume_from, algorithm.state)
     elif start.source is not None:
         checkpoint.load(actor, start.source, weights_only=True, fresh=new_head if shared else ())
         if critic is not None and settings.critic.checkpoint is not None:

@@ -13,6 +13,7 @@ from megarlhf import cli
 from megarlhf.cluster import job_checks
 from megarlhf.cluster.job_checks import Facts, Speed
 from megarlhf.config import UserError
+from megarlhf.train.actions import Progress
 from megarlhf.train.rl import read_progress
 
 
@@ -181,18 +182,28 @@ def test_damage_at_resume(straight, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"step": 3}', "its 'progress' is not that of a PPO run"),
-        ('{"step": 3, "progress": {"step": 2, "kl_coef": 0.1}}', "its 'progress' is not that of a PPO run"),
-        ('{"step": 3, "progress": {"step": 3}}', "its 'progress' is not that of a PPO run"),
-        ('{"step": 3, "progress": {"step": 3, "kl_coef": "high"}}', "kl_coef must be a number, not 'high'"),
+        ('{"step": 3}', "its 'progress' is not that of an online run"),
+        ('{"step": 3, "progress": {"step": 2, "kl_coef": 0.1}}', "its 'progress' is not that of an online run"),
+        (
+            '{"step": 3, "progress": {"step": 3}}',
+            "has the numbers none, not kl_coef: it was saved by another algorithm",
+        ),
+        ('{"step": 3, "progress": {"step": 3, "state": {"kl_coef": 1.0, "baseline": 0.0}}}', "by another algorithm"),
+        ('{"step": 3, "progress": {"step": 3, "state": {"kl_coef": "high"}}}', "kl_coef must be a number, not 'high'"),
         ('{"step": 3, "progress": {"step": 3, "kl_coef": NaN}}', "kl_coef must be a finite number"),
     ],
 )
 def test_damaged_progress(tmp_path, content, expected):
     (tmp_path / "state.json").write_text(content)
     with pytest.raises(UserError) as error:
-        read_progress(tmp_path)
+        read_progress(tmp_path, {"kl_coef": 0.1})
     assert str(tmp_path / "state.json") in str(error.value) and expected in str(error.value)
+
+
+def test_progress_of_older_checkpoints(tmp_path):
+    (tmp_path / "state.json").write_text('{"step": 3, "progress": {"step": 3, "kl_coef": 0.25, "refused": 1}}')
+    progress = read_progress(tmp_path, {"kl_coef": 0.1})
+    assert progress == Progress(step=3, drawn=3, state={"kl_coef": 0.25}, refused=1)
 
 
 def test_several_mistakes_at_once(model, capsys):
