@@ -70,7 +70,7 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     length = settings.prompts.length + settings.sampler.response_length
     check_length(architecture, length, "prompts.length + sampler.response_length")
     rows = settings.sampler.micro_batch_size
-    memory.check(
+    memory.check_sizes(
         architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch=1, sampled=rows
     )
     tokenizer = load_tokenizer(tokenizer_path)

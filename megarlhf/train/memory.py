@@ -17,7 +17,7 @@ LARGEST_DEVICE = 288 * 2**30  # bytes
 TOKEN_BYTES = 17  # of a token in a batch: id and segment in int64, a mask
 
 
-def check(
+def check_sizes(
     architecture: Architecture,
     parallel: ParallelConfig,
     *,

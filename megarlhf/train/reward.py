@@ -79,7 +79,7 @@ class Plan(setup.Plan):
 def check(settings: RewardConfig, world_size: int) -> Plan:
     """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
     size, micro = settings.data.num_responses, settings.training.micro_batch_size
-    settings.training.check(settings.parallel, world_size)
+    settings.training.check_batch(settings.parallel, world_size)
     if micro % size:
         raise UserError(
             f"training.micro_batch_size: {micro} rows cannot hold whole prompts of data.num_responses {size}; make it "
@@ -109,7 +109,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             raise UserError("normalization: samples from the SFT model, so it needs model.checkpoint; give one")
         length = settings.normalization.prompts.length + settings.normalization.response_length
         check_length(start.architecture, length, "normalization: prompts.length + response_length")
-        memory.check(
+        memory.check_sizes(
             start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, micro_batch=micro,
             rows=samples // settings.parallel.data(world_size), sampled=micro,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
         read_progress(start.resume_from, algorithm.state)
-    memory.check(
+    memory.check_sizes(
         start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
         micro_batch=training.micro_batch_size,
         sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
@@ -100,7 +100,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     for key, path, role in others:
         if path is not None and Architecture.load(find_model(path, role)) != start.architecture:
             raise UserError(f"{key}: {path} has another architecture than model.checkpoint; give one of the same")
-    notes = scoring.check(
+    notes = scoring.check_sources(
         settings.scoring,
         start.tokenizer,
         sizes,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
 
-def check(
+def check_sources(
     config: ScoringConfig,
     tokenizer: Tokenizer,
     parallel: ParallelConfig,

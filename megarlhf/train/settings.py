@@ -41,7 +41,7 @@ class TrainingConfig:
     def total_steps(self, num_rows: int) -> int:
         return self.steps or max(1, round(self.epochs * num_rows / self.global_batch_size))
 
-    def check(self, parallel: ParallelConfig, world_size: int) -> None:
+    def check_batch(self, parallel: ParallelConfig, world_size: int) -> None:
         """Refuse (UserError) batches that cannot be cut for this layout."""
         data_size = parallel.data(world_size)
         share = self.micro_batch_size * data_size

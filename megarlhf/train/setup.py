@@ -164,7 +164,7 @@ def existing(path: Path) -> Path:
 def check_memory(settings: OfflineRunConfig, architecture: Architecture, world_size: int, *, length: int) -> None:
     """Refuse (UserError) sizes of the offline loop that no rank has memory for."""
     training, data_size = settings.training, settings.parallel.data(world_size)
-    memory.check(
+    memory.check_sizes(
         architecture,
         settings.parallel,
         dtype=settings.model.dtype,

@@ -217,7 +217,7 @@ def test_functions_without_records_are_called_as_before(functions, name, expecte
 def test_functions_with_wrong_parameters_are_refused_at_once(functions, tokenizer, name):
     config = ScoringConfig(sources=(SourceConfig(function=f"{functions}:{name}"),))
     with pytest.raises(UserError, match=rf":{name}: has the parameters \(.*\), but is called with .*change its par"):
-        scoring.check(config, tokenizer, ParallelConfig(), vocab_size=300, prompt_length=8, response_length=8)
+        scoring.check_sources(config, tokenizer, ParallelConfig(), vocab_size=300, prompt_length=8, response_length=8)
 
 
 def test_functions_score_steps(functions):
@@ -554,7 +554,7 @@ def reward_directory(path, architecture, tokenizer_path):
 
 def check(tokenizer, path=None, *, step_token=None, parallel=None, vocab_size=503, response_length=8, **options):
     source = SourceConfig(checkpoint=path, step_token=step_token) if path else SourceConfig(url="http://127.0.0.1:9")
-    return scoring.check(
+    return scoring.check_sources(
         ScoringConfig(sources=(source,), **options), tokenizer, parallel or ParallelConfig(),
         vocab_size=vocab_size, prompt_length=8, response_length=response_length,
     )  # fmt: skip
