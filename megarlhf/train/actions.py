@@ -1,4 +1,4 @@
-"""The models of an online program, and what an algorithm may do with them to collect a batch."""
+"""The models of an online program, and the actions with which an algorithm collects a batch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Models:
         return {role: engine for role, engine in models.items() if engine is not None}
 
     def parts(self, minibatch: Experience) -> list[Part]:
-        """What goes into the actor's update beside the minibatch."""
+        """The further batches of the actor's update, beside the minibatch."""
         return [] if self.text is None else self.text.parts(self.actor, minibatch)
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """Text whose likelihood is kept up while the policy learns (PPO-ptx)."""
+    """Pretraining text whose loss is added to the policy's (PPO-ptx)."""
 
     loader: Loader
     coef: float
@@ -67,13 +67,13 @@ class Pretraining:
 
 @dataclass
 class Progress:
-    """What changes from step to step beside weights and optimizers; saved with every checkpoint."""
+    """The loop's state beside weights and optimizers; saved with every checkpoint."""
 
     step: int = 0  # steps done: the key of the order of minibatches
     drawn: int = 0  # batches of prompts drawn: the data cursor, and the key of the sampled tokens
     state: State = field(default_factory=dict)  # of the algorithm
     scorer: dict[str, float] = field(default_factory=dict)  # running normalisation of the sources
-    refused: int = 0  # batches in a row that were not learned from
+    refused: int = 0  # consecutive batches that were refused (guard.py)
 
 
 class Actions:

@@ -1,4 +1,4 @@
-"""The audit: every documented detail of PPO, the switch that decides it, and what it is set to in this run.
+"""The audit: every documented detail of PPO, its setting, and the value in this run.
 
 Numbers as in "The N Implementation Details of RLHF with PPO" (Huang et al. 2024), checked against the original source,
 openai/lm-human-preferences.
@@ -20,7 +20,7 @@ from megarlhf.train.settings import RUN_FILE
 
 Row = tuple[str, str, Any, Any]  # number, what, its value in this run, the original's
 
-# What no setting changes: stated, not compared. docs/ppo-details.md names the tests.
+# Details without a setting: listed, not compared. docs/ppo-details.md names the tests.
 BUILT_IN = (
     ("G1", "reward and value heads read query + response, one number a token"),
     ("G3", "position ids follow the mask"),
@@ -33,7 +33,7 @@ BUILT_IN = (
 
 
 def details(settings: OnlineRunConfig) -> list[Row]:
-    """What a configuration of PPO can change."""
+    """The details that a configuration of PPO can change."""
     s, kl, adam = settings.sampler, settings.ppo.kl, settings.optimizer
     shared = settings.critic.kind == "shared"
     value_start = "zero head" if shared or settings.critic.checkpoint is None else settings.critic.checkpoint
@@ -67,7 +67,7 @@ def details(settings: OnlineRunConfig) -> list[Row]:
 
 
 def table(rows: list[Row], preset: str) -> list[str]:
-    """The audit as lines, none without rows; a star marks what differs from the original."""
+    """The audit as lines, [] without rows; a star marks differences from the original."""
     if not rows:
         return []
     lines = [f"audit of PPO's details (preset {preset}; * differs from the 2019 original)"]
@@ -78,7 +78,7 @@ def table(rows: list[Row], preset: str) -> list[str]:
 
 
 def save(rows: list[Row], path: Path) -> None:
-    """The audit as JSON, values as `table` shows them: what `megarlhf report` reads. What is built in has none."""
+    """The audit as JSON for `megarlhf report`, values as `table` shows them; built-in details have empty values."""
     shown = [
         {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
         for number, what, value, original in rows
@@ -88,8 +88,8 @@ def save(rows: list[Row], path: Path) -> None:
 
 
 def _normalised(sources: tuple[SourceConfig, ...]) -> bool | str | None:
-    """Whether the reward models among `sources` are, by the configurations of the runs that trained them; None without
-    reward models, "unknown" where there is no such configuration."""
+    """Whether the runs that trained the reward models of `sources` normalised their scores; None without reward models,
+    "unknown" if a run's configuration cannot be read."""
     paths = [source.checkpoint for source in sources if source.checkpoint is not None]
     try:
         runs = [yaml.safe_load((find_model(path, "reward").parent / RUN_FILE).read_text()) for path in paths]

@@ -8,7 +8,7 @@ from megarlhf.cluster import backend, watchdog
 
 
 class Clock:
-    """The phases of one step; their seconds are metrics. The watchdog hears of the phases too."""
+    """The phases of one step; their seconds are metrics. The watchdog is told of each phase."""
 
     def __init__(self, step: int):
         self.step, self.name, self.since = step, "", time.perf_counter()

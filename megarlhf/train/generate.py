@@ -39,7 +39,7 @@ class GenerateConfig(RanksConfig):
     """One section for each thing it configures."""
 
     checkpoint: str  # a run, a checkpoint or a model directory
-    out: str  # JSONL, written when everything is there: one object a response
+    out: str  # JSONL, one object a response; written once, at the end
     prompts: PromptsConfig
     tokenizer: str | None = None  # default: the one that came with the checkpoint
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -48,7 +48,7 @@ class GenerateConfig(RanksConfig):
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked configuration: everything that can be had without a process group."""
+    """A checked configuration, and all that can be prepared without a process group."""
 
     source: Path
     architecture: Architecture
@@ -58,7 +58,7 @@ class Plan:
 
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
-    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     check_out(settings.out, settings.prompts.path)
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
@@ -110,7 +110,7 @@ def check_out(given: str, prompts: str) -> None:
 def execute(
     run: Callable[[GenerateConfig, Plan, Topology], None], settings: GenerateConfig, plan: Plan, rendezvous: Rendezvous
 ) -> None:
-    """Let the ranks meet, and run. Collective."""
+    """Start the cluster, and run. Collective."""
     topology = setup.cluster(rendezvous, settings, Path(settings.out).absolute().parent)
     signals.end_at_once()  # there is nothing to save before the end
     run(settings, plan, topology)
@@ -133,7 +133,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         eos_id=plan.tokenizer.eos_id,
     )
     num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
-    # Every data-parallel rank takes the same number, so that all are in step; copies of the last prompt fill it up.
+    # Collectives need the same number of prompts on every data-parallel rank; copies of the last prompt pad it.
     share = -(-num_prompts // topology.data_size)
     mine = np.minimum(np.arange(topology.data_rank * share, (topology.data_rank + 1) * share), num_prompts - 1)
     per_response = topology.data_size * settings.sampler.response_length
@@ -168,7 +168,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
 
 
 def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:
-    """How many prompts are not, as their tokens, the text that stands in the file."""
+    """The number of prompts whose tokens do not decode to their text in the file."""
     bare = (ids[int(len(ids) > 0 and ids[0] == tokenizer.bos_id) :] for ids in prompts.tokens)
     return sum(tokenizer.decode(ids) != text for ids, text in zip(bare, prompts.texts, strict=True))
 
@@ -192,7 +192,7 @@ def records(rollout: Rollout, texts: list[str], tokenizer: Tokenizer, config: Sa
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    """The file appears whole, or not at all. Raises UserError."""
+    """Write the file atomically. Raises UserError."""
     partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8") as file:

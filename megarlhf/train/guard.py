@@ -1,4 +1,4 @@
-"""Batches that must not be learned from: they change no weights and are written to the run directory."""
+"""Refused batches: they change no weights and are written to the run directory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarlhf.metrics import Metric
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is not learned from. A batch that breaks a rule changes no weights and is written to the run directory."""
+    """When a batch is refused. A refused batch changes no weights and is written to the run directory."""
 
     max_kl: float = 100.0  # nats a response, mean of the batch
-    patience: int = 3  # so many such batches in a row stop the run
+    patience: int = 3  # consecutive refused batches that stop the run
 
     def __post_init__(self):
         if self.max_kl <= 0 or self.patience < 1:
@@ -27,7 +27,7 @@ class GuardConfig:
 
 
 def refusal(means: dict[str, Metric], config: GuardConfig) -> str | None:
-    """Why a batch must not be learned from, if so; the same on every rank."""
+    """The reason to refuse a batch, or None; the same on every rank."""
     bad = [name for name, metric in means.items() if not math.isfinite(metric.value)]
     if bad:
         return f"{', '.join(bad)} is not finite"
@@ -46,7 +46,7 @@ def save(why: str, batch: Batch, experience: Experience, directory: Path, topolo
 
 
 def stop(why: str, count: int, directory: Path, step: int) -> UserError:
-    """The error that ends the run after too many such batches."""
+    """The error that ends the run after too many refused batches."""
     return UserError(
         f"step {step}: {count} batches in a row could not be learned from, the last because {why}; they are in "
         f"{directory}; resume from an earlier checkpoint with a lower optimizer.lr or a higher kl.coef of the algorithm"

@@ -1,10 +1,10 @@
-"""The HTTP side of the reward server: GET /health and POST /score, within limits that strangers cannot exceed.
+"""The HTTP side of the reward server: GET /health and POST /score, with limits on connections and memory.
 
 One thread serves all connections (asyncio), a second one computes. The bytes of bodies are counted as they arrive, up
-to HELD times the largest body; on top of that asyncio buffers up to 350 KiB a connection. Where connections become too
-many, the one that has waited longest without a whole request is closed. Where bodies become too many, the unfinished
-one whose bytes have failed to come for longest is refused. So whoever opens hundreds of connections, or announces or
-begins hundreds of bodies, keeps nobody out who sends a whole request at once. Whole requests wait for each other.
+to HELD times the largest body; beside them asyncio buffers up to 350 KiB a connection. At the limit of connections, the
+server closes the one that has waited longest without a complete request. At the limit of bytes, it refuses the
+incomplete body that has been idle longest. So hundreds of idle connections or incomplete bodies do not block a client
+that sends a complete request at once. Complete requests queue.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 CONNECTIONS = 512
 BACKLOG = 128
 HEADER_BYTES = 16 * 1024
-HELD = 4  # so many bodies of the largest size are held at once, those that wait to be computed included
+HELD = 4  # bodies of the largest size that are in memory at once, those that wait to be computed included
 READ_SECONDS = 60.0  # for a request's head, for room for its body, and for the client to take the answer
 BODY_SECONDS = 20.0  # for a body, while there is room for it
-LINGER_SECONDS = 2.0  # for a client that still sends to see why it was refused
+LINGER_SECONDS = 2.0  # for a refused client to finish sending and read the answer
 
 Answer = tuple[int, dict[str, Any]]  # status, JSON
 BUSY = "too many requests at once; send it again later"
 
 
 class _Refusal(Exception):
-    """A request that is not read to its end; the connection is closed behind the answer."""
+    """A request that is not read to its end; the connection is closed after the answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -39,8 +39,8 @@ class _Refusal(Exception):
 
 
 class Server:
-    """health: the answer to GET /health. score: a body -> the answer to POST /score; called in one thread, one after
-    the other. max_body: bytes."""
+    """health: the answer to GET /health. score: a body -> the answer to POST /score; always called in the same thread.
+    max_body: bytes."""
 
     def __init__(self, health: dict[str, Any], score: Callable[[bytearray], Answer], *, max_body: int):
         self.health, self.score, self.max_body = health, score, max_body
@@ -48,9 +48,9 @@ class Server:
         self.open = 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
-        self.waiting: dict[asyncio.StreamWriter, None] = {}  # without a whole request, the longest first
+        self.waiting: dict[asyncio.StreamWriter, None] = {}  # without a complete request, longest first
         self.held = 0  # bytes of bodies
-        self.arriving: dict[asyncio.Task[bytearray], int] = {}  # bytes of those not whole, the longest idle first
+        self.arriving: dict[asyncio.Task[bytearray], int] = {}  # bytes of incomplete bodies, longest idle first
 
     async def run(self, listener: socket.socket) -> None:
         """Serve for ever."""
@@ -78,7 +78,7 @@ class Server:
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Read a request and answer it. Whether another one may follow on this connection."""
+        """Read a request and answer it. Returns whether another one may follow on this connection."""
         size = 0
         try:
             method, path, version, headers = await asyncio.wait_for(_head(reader), READ_SECONDS)
@@ -109,14 +109,14 @@ class Server:
         return going_on
 
     async def _body(self, reader: asyncio.StreamReader, size: int) -> bytearray:
-        """A whole body; the caller releases its `size` bytes."""
+        """A complete body; the caller releases its `size` bytes."""
         arrival = asyncio.create_task(self._arrival(reader, size))
         self.arriving[arrival] = 0
         try:
             await asyncio.wait([arrival])
         finally:
             held = self.arriving.pop(arrival, None)
-        if held is None:  # it made room
+        if held is None:  # cancelled to make room
             raise _Refusal(503, BUSY)
         try:
             return arrival.result()
@@ -141,8 +141,8 @@ class Server:
         return body
 
     async def _room(self, mine: asyncio.Task[bytearray], size: int) -> None:
-        """Count `size` bytes more of the body that `mine` reads, once there is room: from other bodies that are not
-        whole, or after one that is whole was computed."""
+        """Count `size` more bytes of the body that `mine` reads, once there is room: an idle incomplete body is
+        refused, or a complete one is computed."""
         async with self.released:
             while self.held + size > HELD * self.max_body:
                 idle = next((task for task, held in self.arriving.items() if held and task is not mine), None)
@@ -152,7 +152,7 @@ class Server:
                     self.held -= self.arriving.pop(idle)
                     idle.cancel()
                     self.released.notify_all()
-            if mine not in self.arriving:  # it made room itself meanwhile
+            if mine not in self.arriving:  # cancelled meanwhile to make room
                 raise _Refusal(503, BUSY)
             self.held += size
             self.arriving[mine] = self.arriving.pop(mine) + size
@@ -187,7 +187,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, str, dict[str, 
 
 
 def _length(headers: dict[str, str], most: int) -> int:
-    """Bytes of the body, looked at before any of it is read."""
+    """The body's length in bytes, checked before any of it is read."""
     length = headers.get("content-length")
     if length is None or "transfer-encoding" in headers:
         raise _Refusal(411, "send the body with a Content-Length, not in chunks")
@@ -209,7 +209,7 @@ async def _reply(writer: asyncio.StreamWriter, status: int, answer: dict[str, An
 
 
 async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass over what a refused client still sends: closed at once, the connection would lose the answer on its way."""
+    """Discard what a refused client still sends: closing the connection at once could lose the answer in transit."""
 
     async def discard() -> None:
         while await reader.read(65536):

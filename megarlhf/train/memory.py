@@ -1,5 +1,5 @@
-"""What a configuration surely needs of a rank's memory: enough to refuse a size with a few zeros too many before
-anything is allocated. What fits by this count may still not fit.
+"""A lower bound on a rank's memory, to refuse sizes that are wrong by orders of magnitude before anything is allocated.
+A configuration that passes may still not fit.
 
 Legend: N rows that a rank holds at once, B rows of a micro-batch, S tokens a row.
 """
@@ -27,8 +27,8 @@ def check_sizes(
     length: int,
     sampled: int = 0,
 ) -> None:
-    """Refuse (UserError) what no rank has memory for. rows: N; micro_batch: B; length: S; sampled: rows whose keys and
-    values are kept while they are sampled, of one micro-batch."""
+    """Refuse (UserError) sizes that no rank has memory for. rows: N; micro_batch: B; length: S; sampled: rows of one
+    micro-batch of sampling, whose keys and values are cached."""
     size = 2 if dtype == "bf16" else 4
     share = parallel.tensor * parallel.pipeline
     channels = architecture.num_layers * architecture.num_query_groups * architecture.kv_channels

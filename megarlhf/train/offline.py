@@ -1,5 +1,5 @@
-"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`). What an algorithm is stands in
-algorithms/interface.py."""
+"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`). algorithms/interface.py defines
+algorithms."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def train(
     before_save: Callable[[int], None] = lambda step: None,
 ) -> None:
     """From engine.steps to engine.total_steps, one update a step. A batch is a function of the step, so the step is the
-    data cursor. `models`: the one that learns comes first; others, such as a reference, are run forward.
-    `before_save(step)`: collective, what a program does to the model when a checkpoint is due."""
+    data cursor. `models`: the trained one comes first; the others, such as a reference, are only run forward.
+    `before_save(step)`: called before each checkpoint; collective."""
     role, engine = next(iter(models.items()))
     total = engine.total_steps
     job = slurm.Job(settings.job, Path(settings.run), engine.steps)
@@ -50,7 +50,7 @@ def train(
         step = engine.steps
         values = {name: mean.value for name, mean in means.items()}
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]
-        if bad:  # gradients alone are the engine's affair: it skips the update
+        if bad:  # grad_norm is not checked: the engine skips the update
             names = ", ".join(bad)
             checkpoints.finish()  # all ranks come here
             raise UserError(

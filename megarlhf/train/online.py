@@ -1,5 +1,5 @@
-"""The online loop: sample, score, learn (`megarlhf ppo`, `megarlhf rl`). `train` is the page that tells the story; what
-an algorithm is stands in algorithms/interface.py."""
+"""The online loop: sample, score, learn (`megarlhf ppo`, `megarlhf rl`). `train` is the loop; algorithms/interface.py
+defines algorithms."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def learn(
 
 
 def measure(algorithm: OnlineAlgorithm, batch: Batch, state: State, models: Models) -> dict[str, Metric]:
-    """What the global batch says about the policy, on every rank alike."""
+    """Metrics of the policy on the global batch, the same on every rank."""
     rollout, scores = batch.rollout, batch.scores
     values = algorithm.objective(batch, state) | models.scorer.metrics(scores)
     gap = torch.where(rollout.mask, (rollout.logprobs - batch.signals.logprobs).abs(), 0).sum()

@@ -1,9 +1,8 @@
-"""`megarlhf preflight`: on a login node, before an allocation is spent, what would end a run in its first minutes.
+"""`megarlhf preflight`: find the mistakes that would end a run in its first minutes, on a login node, before the job.
 
-It makes the checks that the program itself makes before it starts its ranks (its `check`), and opens what the program
-would open only later: every model directory is complete and has the tensors of its architecture, the run directory can
-be written, and its disk has room for the checkpoints. No GPU, no process group. What only a job can know is checked at
-the job's start (cluster/job_checks.py).
+It runs the checks of the program itself (its `check`), and checks what the program opens later: every model directory
+is complete and has the tensors of its architecture, the run directory can be written, and its disk has room for the
+checkpoints. It needs no GPU and no process group. cluster/job_checks.py checks the rest at the job's start.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def main(
     per_node: int,
     verify: bool = False,
 ) -> None:
-    """Say what is right on standard output and every mistake on standard error; SystemExit(2) if there is one.
+    """Print passed checks to standard output and mistakes to standard error; SystemExit(2) if there is a mistake.
 
-    `programs`: those that train, by name; `program`: which one the file is for, by default what its keys tell;
+    `programs`: those that train, by name; `program`: the file's program, by default the one with most of its keys;
     `verify`: read every checkpoint whole, for its checksums.
     """
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node)):
@@ -86,7 +85,7 @@ def main(
 
 
 def matches(path: str, programs: dict[str, Program]) -> dict[str, int]:
-    """How many of a file's keys, down to the second level, the configuration of each program has."""
+    """The number of a file's keys, down to the second level, that the configuration of each program has."""
     try:
         tree = config.read(Path(path), "the configuration", "give an existing YAML file")
     except UserError:
@@ -99,7 +98,7 @@ def matches(path: str, programs: dict[str, Program]) -> dict[str, int]:
 
 
 def belongs_to(path: str, program: str, programs: dict[str, Program]) -> str:
-    """A remark for who gave `program` a configuration that has more keys of another one of `programs`; else ""."""
+    """A note if the configuration has more keys of another one of `programs` than of `program`; else ""."""
     counts = matches(path, programs)
     best = max(counts, key=lambda name: counts[name])
     if counts[best] <= counts.get(program, 0):
@@ -130,7 +129,7 @@ def model_paths(settings: RunConfig, prefix: str = "") -> Iterator[tuple[str, st
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), f"{prefix}{field.name}"
         if field.name == "checkpoint" and isinstance(value, str):
-            # critics start from reward models, and what scores is one
+            # critics start from reward models; scoring uses them
             yield name, "reward" if name.startswith(("critic.", "scoring.")) else "actor", value
         elif dataclasses.is_dataclass(value):
             yield from model_paths(value, f"{name}.")
@@ -143,7 +142,7 @@ def model_paths(settings: RunConfig, prefix: str = "") -> Iterator[tuple[str, st
 def check_model(directory: Path) -> str:
     """A model directory is complete and holds the tensors that its architecture.yaml promises; its size in words.
 
-    The output layer is not asked for: a critic or a reward model has none.
+    The output layer is optional: a critic or a reward model has none.
     """
     architecture = Architecture.load(directory)
     found = checkpoint.inspect(directory)
@@ -175,7 +174,7 @@ def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_disk(settings: RunConfig, architecture: Architecture) -> str:
-    """Room for one checkpoint more than are kept: the oldest goes when the newest is complete."""
+    """Room for one checkpoint more than are kept: the oldest is removed after the newest is complete."""
     weight = 2 if settings.model.dtype == "bf16" else 4
     critic = getattr(settings, "critic", None)
     models = 2 if critic is not None and critic.kind == "separate" else 1

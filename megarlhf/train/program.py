@@ -1,7 +1,6 @@
-"""One skeleton for all programs: read the configuration, check it, let the ranks meet, build, announce, run the loop.
+"""One skeleton for all programs: read the configuration, check it, start the cluster, build, announce, run the loop.
 
-A program is one `Program`: its configuration, its checks and what it builds. Those that train give `training(prepare)`
-as `run`.
+A program is one `Program`: configuration, checks and `run`. Programs that train have `training(prepare)` as `run`.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
 C = TypeVar("C")  # a program's configuration
-P = TypeVar("P")  # its plan: a checked configuration, and everything that can be had without a process group
-WriteFiles = Callable[[Path], None]  # adds what a step directory holds beside models
+P = TypeVar("P")  # its plan: a checked configuration, and all that can be prepared without a process group
+WriteFiles = Callable[[Path], None]  # adds a step directory's files beside the models
 
 
 @dataclass(frozen=True)
 class Program(Generic[C, P]):
-    """A verb of the command line."""
+    """A command of `megarlhf`."""
 
-    configurations: tuple[type, ...]  # of which `load` makes one
+    configurations: tuple[type, ...]  # the classes that `load` may return
     load: Callable[[str | None, list[str]], C]  # (file, overrides)
     check: Callable[[C, int], P]  # (configuration, number of ranks); refuses what cannot work before anything starts
     run: Callable[[C, P, Topology], None]  # collective
-    execute: Callable[[Callable[[C, P, Topology], None], C, P, Rendezvous], None] = setup.execute  # lets the ranks meet
+    execute: Callable[[Callable[[C, P, Topology], None], C, P, Rendezvous], None] = setup.execute  # starts the cluster
 
     def main(self, path: str | None, overrides: list[str]) -> None:
         settings = self.load(path, overrides)
@@ -50,7 +49,7 @@ class Prepared:
     models: dict[str, Engine]  # that are saved, by role
     step: int  # steps done
     loop: Callable[[Checkpoints, Log, WriteFiles], None]
-    banner: dict[str, str] = field(default_factory=dict)  # of this program
+    banner: dict[str, str] = field(default_factory=dict)  # lines of this program
     notes: tuple[str, ...] = ()
 
 

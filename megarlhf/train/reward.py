@@ -47,7 +47,7 @@ class NormalizationConfig:
             raise ValueError(f"samples: must be at least 2, not {self.samples}")
         if self.std <= 0:
             raise ValueError(f"std: must be positive, not {self.std}")
-        self.sampler(1)  # which checks its part
+        self.sampler(1)  # checks the sampling options
 
     def sampler(self, micro_batch_size: int) -> SamplerConfig:
         """How the responses are sampled."""
@@ -77,7 +77,7 @@ class Plan(setup.Plan):
 
 
 def check(settings: RewardConfig, world_size: int) -> Plan:
-    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     size, micro = settings.data.num_responses, settings.training.micro_batch_size
     settings.training.check_batch(settings.parallel, world_size)
     if micro % size:
@@ -131,7 +131,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
 
 
 def prepare(settings: RewardConfig, plan: Plan, topology: Topology) -> Prepared:
-    """Sample what scores are normalised over, build and load. Collective."""
+    """Sample the responses for the normalisation, build and load. Collective."""
     from megarlhf.models.build import build
 
     start, total = plan.start, plan.total_steps
@@ -168,8 +168,8 @@ def prepare(settings: RewardConfig, plan: Plan, topology: Topology) -> Prepared:
 
 
 def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
-    """This data-parallel rank's share of the responses that scores are normalised over, from the SFT model, which is
-    gone afterwards."""
+    """This data-parallel rank's share of the responses for the normalisation, sampled from the SFT model, which is
+    freed afterwards."""
     from megarlhf.models.build import build
 
     normalization, start = settings.normalization, plan.start
@@ -202,7 +202,7 @@ def normalise(engine: Engine, samples: Rollout, target: NormalizationConfig) -> 
     scores = final_scores(outputs["scores"], last_valid(samples.mask))
     gain, bias = normalisation(scores, target_mean=target.mean, target_std=target.std, group=engine.topology.data_group)
     for module in engine.modules:
-        if hasattr(module, "value_head"):  # the last stage; the scores already have the gain and bias so far
+        if hasattr(module, "value_head"):  # the last stage; the scores include the present gain and bias
             head = module.value_head
             head.reward_gain.mul_(gain)
             head.reward_bias.mul_(gain).add_(bias)

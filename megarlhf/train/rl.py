@@ -1,5 +1,5 @@
-"""`megarlhf rl`: a policy that scores higher, near its reference; `megarlhf ppo` is the same program for PPO, whose
-section may be left out. Checks and models; the configuration is in rl_config.py, the loop in online.py."""
+"""`megarlhf rl`: reinforcement learning from scores. `megarlhf ppo` is the same program for PPO, whose section may be
+left out. This file has the checks and models; the configuration is in rl_config.py, the loop in online.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarlhf.train.actions import Models, Pretraining, Progress
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.rl_config import ALGORITHMS, OnlineRunConfig, load, run_config
 
-AUDITS = {"ppo": audit.details}  # an algorithm's switches beside those of its paper
+AUDITS = {"ppo": audit.details}  # an algorithm's settings, compared to the original's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Plan(setup.Plan):
 
 
 def check(settings: OnlineRunConfig, world_size: int) -> Plan:
-    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     sizes, training, samples = settings.parallel, settings.training, settings.sampler.samples_per_prompt
     name, algorithm = settings.algorithm, settings.value
     if samples < algorithm.group_size:
@@ -131,13 +131,13 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
 
 
 def read_progress(step_directory: Path, start: State) -> Progress:
-    """The loop's state in a step directory. `start`: that with which the algorithm begins. Raises UserError for what
-    the loop has not saved with this algorithm."""
+    """The loop's state in a step directory. `start`: the algorithm's initial state. Raises UserError for a state that
+    was not saved by this algorithm."""
     state = checkpoint.read_state(step_directory)
     saved, where = state.get("progress"), str(step_directory / checkpoint.STATE)
     if not isinstance(saved, dict) or saved.get("step") != state["step"]:
         raise UserError(f"{where}: its 'progress' is not that of an online run, or damaged; use another step directory")
-    if "kl_coef" in saved:  # checkpoints of PPO before it was one of several algorithms
+    if "kl_coef" in saved:  # a checkpoint from when PPO was the only algorithm
         saved = {"step": state["step"], "drawn": state["step"], "refused": saved.get("refused", 0),
                  "state": {"kl_coef": saved["kl_coef"]}}  # fmt: skip
     progress = config.from_dict(Progress, saved, where)

@@ -1,5 +1,5 @@
-"""The configuration of online programs (`megarlhf rl`, `megarlhf ppo`). The section with the name of an algorithm
-chooses it: one line of ALGORITHMS each."""
+"""The configuration of online programs (`megarlhf rl`, `megarlhf ppo`). The section with an algorithm's name selects it
+(ALGORITHMS)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Entry:
     """An algorithm that a configuration may name."""
 
     config: type  # of its section
-    algorithm: Callable[[Any], OnlineAlgorithm]  # its section -> its value
+    algorithm: Callable[[Any], OnlineAlgorithm]  # its section -> the algorithm
     critic: bool = False  # whether the configuration has the section critic
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-# The 2019 original (lm-human-preferences, launch.py's sentiment task), as far as it is not about files and layouts.
+# The 2019 original (lm-human-preferences, launch.py's sentiment task), without files and layouts.
 PPO_PRESETS = {
     "openai_2019": {
         "prompts": {"length": 64, "start_text": ".", "end_text": "."},
@@ -59,7 +59,7 @@ class CriticConfig:
     kind: Literal["separate", "shared"] = "separate"  # shared: a head on the actor's trunk, one backward, as in 2019
     # separate: a reward model to start from; default: the actor's trunk and a zero head (P2)
     checkpoint: str | None = None
-    # separate: default the actor's, as a whole or key by key
+    # separate: keys that are left out are the actor's
     optimizer: OptimizerConfig | None = field(default=None, metadata=config.like("optimizer"))
 
     def __post_init__(self):
@@ -77,7 +77,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class PTXConfig:
-    """Text whose likelihood is kept up while the policy learns (PPO-ptx)."""
+    """Pretraining text whose loss is added to the policy's (PPO-ptx)."""
 
     data: SFTDataConfig  # max_length: at most prompts.length + sampler.response_length
     coef: float = 1.0
@@ -111,8 +111,8 @@ class OnlineTrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineRunConfig(RunConfig):
-    """One section for each thing it configures; `preset` gives what the file leaves out. model.checkpoint: the SFT
-    model. `run_config` adds the algorithm's own section, and critic where it has one."""
+    """One section for each thing it configures; `preset` sets keys that the file leaves out. model.checkpoint: the
+    SFT model. `run_config` adds the algorithm's own section, and critic where it has one."""
 
     algorithm: ClassVar[str]  # the name of its section
     prompts: PromptsConfig
@@ -129,7 +129,7 @@ class OnlineRunConfig(RunConfig):
 
     @property
     def value(self) -> OnlineAlgorithm:
-        """The algorithm, as this configuration wants it."""
+        """The algorithm with this configuration's options."""
         made = ALGORITHMS[self.algorithm].algorithm(getattr(self, self.algorithm))
         made = share_trunk(made) if self.critic_kind == "shared" else made
         return made if self.average is None else averaged(made, self.average)
@@ -153,8 +153,8 @@ def run_config(algorithm: str) -> type[OnlineRunConfig]:
 
 
 def load(path: str | None, overrides: list[str], *, default: str | None = None) -> OnlineRunConfig:
-    """The configuration in a file with overrides. `default`: the algorithm that runs if no section names one, and no
-    other does. Raises UserError."""
+    """The configuration in a file with overrides. `default`: the only algorithm allowed; its section may be left out.
+    Raises UserError."""
     given = config.top_level(path, overrides)
     named = [name for name in given if name in ALGORITHMS]
     if default is not None and any(name != default for name in named):

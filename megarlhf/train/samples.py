@@ -1,4 +1,4 @@
-"""Sampled responses written down: samples.jsonl, TensorBoard and W&B."""
+"""Records of sampled responses: samples.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, st
 
 
 def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> list[dict[str, Any]]:
-    """A row for each response: query and response, its score (tokens' scores added), its KL to the reference (k1,
-    nats), what each source said before clip, normalisation and weight, and the prompt's record without the prompt."""
+    """A row for each response: query and response, its score (sum over tokens), its KL to the reference (k1, nats),
+    each source's score before clip, normalisation and weight, and the prompt's record without the prompt."""
     rollout, scores, signals = (rows.select(slice(count)) for rows in (batch.rollout, batch.scores, batch.signals))
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
     columns = zip(

@@ -1,4 +1,4 @@
-"""Reward models as programs use them: checked against the policy, loaded, and put behind a `Scorer`."""
+"""Reward models of a program: checked against the policy, loaded, and given to a `Scorer`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def check_sources(
     prompt_length: int,
     response_length: int,
 ) -> list[str]:
-    """Refuse (UserError) what cannot score this policy's responses, before anything is allocated; notes for the banner.
+    """Refuse (UserError) sources that cannot score this policy's responses, before anything is allocated.
 
-    `tokenizer` and `vocab_size` are the policy's. Reward functions are imported; remote scorers are asked when the
-    Scorer is built.
+    `tokenizer` and `vocab_size` are the policy's. Reward functions are imported; reward servers are contacted when the
+    Scorer is built. Returns notes for the banner.
     """
     notes = []
     if config.truncate_token is not None:
@@ -58,7 +58,7 @@ def check_reward_model(
     path: str, tokenizer: Tokenizer, parallel: ParallelConfig, *, vocab_size: int, length: int
 ) -> str | None:
     """Refuse (UserError) a reward model that cannot read rows of `length` ids that a policy with this tokenizer and
-    vocabulary sampled. A note, if something could not be checked."""
+    vocabulary sampled. Returns a note if something could not be checked."""
     architecture = Architecture.load(find_model(path, "reward"))
     check_layout(architecture, parallel)
     if architecture.vocab_size < vocab_size:

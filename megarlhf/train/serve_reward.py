@@ -19,12 +19,12 @@ from megarlhf.config import UserError
 from megarlhf.experience.sources import PROTOCOL, Answer, FunctionScorer, Record
 from megarlhf.train import http_server
 
-REMEMBERED = 256  # answers kept for requests that come again
-REMEMBERED_SCORES = 2**17  # and no more than so many numbers in them
+REMEMBERED = 256  # cached answers, for requests that are sent again
+REMEMBERED_SCORES = 2**17  # numbers in the cached answers
 MOST_RESPONSES = 2**14  # of a request
 MOST_KEYS = 64  # of a request
 MOST_VALUES = 2**17  # in the records and unknown keys of a request, the keys of objects counted too
-DEEPEST = 16  # lists and objects within each other in one of these
+DEEPEST = 16  # nested lists and objects in one of these
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -35,7 +35,7 @@ class ServeRewardConfig:
 
     checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
     function: str | None = None  # module:function or path/to/file.py:function
-    host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0 for all of this machine's
+    host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: all of this machine's addresses
     port: int = 8000  # 0: any free one
     max_request_mb: int = 8  # MiB of a request; larger ones are refused (413)
     tokenizer: str | None = None  # default: the one that came with the checkpoint
@@ -71,7 +71,7 @@ def main(path: str, overrides: list[str]) -> None:
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"port: cannot listen on {settings.host}:{settings.port} ({reason}); use another")
     host, port = listener.getsockname()[:2]
@@ -83,7 +83,7 @@ def main(path: str, overrides: list[str]) -> None:
 
 
 def model_scorer(settings: ServeRewardConfig) -> Score:
-    """A function of texts that scores them with the reward model, alone in this process. It needs no records."""
+    """A function that scores texts with the reward model, in this process alone. It ignores records."""
     import torch
 
     from megarlhf.algorithms.reward import final_scores
@@ -142,7 +142,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
 
 
 class AnsweredRequests:
-    """Bodies of POST /score -> answers. Called in one thread: neither models nor users' functions expect more."""
+    """Bodies of POST /score -> answers. Called in one thread: models and users' functions need not be thread-safe."""
 
     def __init__(self, score: Score, *, needs_records: bool):
         self.score, self.needs_records = score, needs_records
@@ -161,7 +161,7 @@ class AnsweredRequests:
     def _answer(
         self, request: str, prompts: list[str], responses: list[str], records: list[Record] | None
     ) -> list[Answer]:
-        """Scores, from memory for a request that was computed before: its client did not wait long enough."""
+        """Scores; cached ones for a request that was computed before, which a client sends again after its timeout."""
         if records is None and self.needs_records:
             raise RefusedError("the function takes records; send them, with version 2")
         if request not in self.answers:
@@ -195,7 +195,7 @@ def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str], list[R
     try:
         for text in (*lists[0], *lists[1]):
             text.encode()
-    except UnicodeEncodeError:  # JSON can say "\ud800"; tokenizers cannot take it
+    except UnicodeEncodeError:  # JSON can contain "\ud800"; tokenizers cannot encode it
         raise RefusedError("a text has half a surrogate pair")
     if len(name) > 200:
         raise RefusedError("id may have 200 characters")
@@ -216,14 +216,14 @@ def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str], list[R
 def _parse(text: str) -> dict[str, Any]:
     """The JSON object `text`; `prompts` and `responses` are lists of strings.
 
-    One element after the other, because a small body makes large objects: 8 MiB of `{},` take 226 MB. Raises ValueError
-    for what is no such object, RefusedError for too many elements or too deep ones.
+    Elements are parsed and counted one by one, because a small body makes large objects: 8 MiB of `{},` take 226 MB.
+    Raises ValueError for any other text, RefusedError for too many elements or too much nesting.
     """
     decode, spaces = json.JSONDecoder().raw_decode, SPACE.match
     count = 0
 
     def sequence(start: int, end: str, most: int, refusal: str, element: Callable[[int], int]) -> int:
-        """The index behind `end`. `start` is behind the opening bracket; `element` reads one: index -> index behind."""
+        """The index after `end`. `start`: the index after the opening bracket; `element`: index -> index after it."""
         at = spaces(text, start).end()
         if text[at : at + 1] == end:
             return at + 1

@@ -1,4 +1,4 @@
-"""The sections that the configurations of all programs share, and what has changed in them since a checkpoint."""
+"""The sections that the configurations of all programs share, and their changes since a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarlhf.models.spec import ModelConfig
 from megarlhf.optim import OptimizerConfig
 
 RUN_FILE = "run.yaml"
-# Changing these does not change the numbers a run computes (beyond rounding), so a resumed run says nothing about them.
+# Changing these does not change a run's numbers (beyond rounding), so a resumed run does not report such changes.
 _LAYOUT = ("parallel.", "checkpoint.", "log.", "training.micro_batch_size", "training.steps", "run")
 
 
@@ -42,7 +42,7 @@ class TrainingConfig:
         return self.steps or max(1, round(self.epochs * num_rows / self.global_batch_size))
 
     def check_batch(self, parallel: ParallelConfig, world_size: int) -> None:
-        """Refuse (UserError) batches that cannot be cut for this layout."""
+        """Refuse (UserError) batch sizes that do not divide evenly in this layout."""
         data_size = parallel.data(world_size)
         share = self.micro_batch_size * data_size
         if self.global_batch_size % share:
@@ -58,7 +58,7 @@ class LogConfig:
     """TensorBoard and metrics.jsonl are always written to the run directory."""
 
     every: int = 1  # steps between records
-    samples: int = 8  # responses that are written down, where a program samples
+    samples: int = 8  # responses recorded, in programs that sample
     samples_every: int = 10  # steps between these
     wandb: str | None = None  # project name; needs `pip install wandb`
 
@@ -100,8 +100,7 @@ class OfflineRunConfig(RunConfig):
 
 
 def changes(config: RunConfig, step_directory: Path) -> list[str]:
-    """What differs between the configuration that a checkpoint was written under and the present one: a resumed run
-    that is not the same run should say so."""
+    """Differences between the configuration of a checkpoint and the present one, which a resumed run reports."""
     path = step_directory / RUN_FILE
     try:
         before = _flat(yaml.safe_load(path.read_text())) if path.is_file() else {}

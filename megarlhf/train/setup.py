@@ -1,5 +1,5 @@
-"""What every program does before its loop: find the model, check it against the layout, start the cluster, say what is
-about to run."""
+"""The steps of every program before its loop: find the model, check it against the layout, start the cluster, print the
+banner."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Start:
     architecture: Architecture
     tokenizer: Tokenizer
     source: Path | None  # model directory with the initial weights; None: random ones
-    resume_from: Path | None  # step directory of the run to go on with
+    resume_from: Path | None  # step directory of the run to resume
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked configuration of a program that trains: everything that can be had without a process group. Each
+    """A checked configuration of a program that trains, and all that can be prepared without a process group. Each
     program adds its data."""
 
     start: Start
@@ -56,9 +56,9 @@ class Plan:
 def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role: str) -> Start:
     """The model, tokenizer and checkpoint that `settings` (run, model, tokenizer, parallel, checkpoint) start from.
 
-    `length`: tokens of the longest row, which `key` sets; `role`: whose model directory in this run's checkpoints tells
-    the architecture.
-    Refuses (UserError) whatever cannot work, on every rank alike, before anything is allocated.
+    `length`: tokens of the longest row, which `key` sets; `role`: the model in this run's checkpoints that has the
+    architecture.
+    Refuses (UserError) a configuration that cannot work, on every rank alike, before anything is allocated.
     """
     model: ModelConfig = settings.model
     if model.checkpoint is not None:
@@ -99,9 +99,9 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
 
 
 def latest(settings: RunConfig) -> Path | None:
-    """The step directory to resume from; None for a run that begins. Refuses (UserError) to begin where a run is."""
+    """The step directory to resume from; None for a new run. Refuses (UserError) a new run in a used directory."""
     run = Path(settings.run)
-    # what Slurm or torchrun starts again goes on with what it has saved
+    # a run that Slurm or torchrun restarts resumes from its own checkpoints
     again = any(os.environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if not settings.checkpoint.resume and not again:
         refuse_used(run)
@@ -113,11 +113,11 @@ def latest(settings: RunConfig) -> Path | None:
 
 
 def refuse_without_checkpoints(run: Path) -> None:
-    """A run that has come this far has saved itself. Without checkpoints it would begin again and lose its metrics."""
+    """Refuse (UserError) a run that must have saved, but has no checkpoint: it would restart and lose its metrics."""
     step = records.last_step(run / "metrics.jsonl")
     try:
         every = config.read(run / RUN_FILE, "the configuration", "")["checkpoint"]["every"]
-        saved = step >= 2 * every  # one that is written in the background has its name before the next begins
+        saved = step >= 2 * every  # a background write is complete before the next one begins
     except (UserError, KeyError, TypeError):
         return
     if saved:
@@ -128,7 +128,7 @@ def refuse_without_checkpoints(run: Path) -> None:
 
 
 def refuse_used(run: Path) -> None:
-    """A run that starts anew would mix with what is there, or remove it step by step."""
+    """Refuse (UserError) a used directory: a new run would mix with its files, or remove them step by step."""
     found = [path.name for path in steps.complete(run / "checkpoints")[-1:]]
     found += [name for name in ("metrics.jsonl", "samples.jsonl") if (run / name).is_file()]
     if found:
@@ -139,8 +139,8 @@ def refuse_used(run: Path) -> None:
 
 
 def check_writable(run: str) -> None:
-    """Refuse (UserError) a run directory that is none, or in which, or in whose first parent that exists, no file can
-    be created."""
+    """Refuse (UserError) an empty path, and one that is not a directory in which, or in whose first existing parent, a
+    file can be created."""
     if not run.strip():
         raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
     try:
@@ -152,7 +152,7 @@ def check_writable(run: str) -> None:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or its first parent that exists. Raises OSError where that cannot be found out."""
+    """`path`, or its first parent that exists. Raises OSError if that cannot be determined."""
     path = path.absolute()
     try:
         path.stat()
@@ -175,51 +175,50 @@ def check_memory(settings: OfflineRunConfig, architecture: Architecture, world_s
 
 
 def pad_multiple(sizes: ParallelConfig) -> int:
-    """Rows are padded to a multiple of this: of 8 for the kernels' sake, and sequence parallelism cuts them into
-    `tensor` equal parts."""
+    """Rows are padded to a multiple of this: of 8 for the kernels, and of `tensor` because sequence parallelism divides
+    them evenly."""
     return math.lcm(8, sizes.tensor)
 
 
 def cluster(rendezvous: Rendezvous, settings: RanksConfig, directory: str | Path) -> Topology:
-    """From `rendezvous` to megatron's process groups, with the checks of a job's start on the way; `directory` is one
-    that all nodes share. Collective; imports megatron."""
+    """Run the checks of a job's start and make megatron's process groups; `directory` is one that all nodes share.
+    Collective; imports megatron."""
     backend.install()
     store = backend.open_store(rendezvous, settings.job.join_minutes)
     watchdog.start(rendezvous, store, settings.job, Path(directory))
     signals.remember()
     job_checks.reach(rendezvous, store)
-    backend.join(rendezvous, store, timeout_minutes=2 * settings.job.hang_minutes)  # the watchdog speaks first
+    backend.join(rendezvous, store, timeout_minutes=2 * settings.job.hang_minutes)  # the watchdog reports first
     job_checks.compare(rendezvous, config.dump(settings))
     return parallel.start(settings.parallel)
 
 
 def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: P, rendezvous: Rendezvous) -> None:
-    """From a checked plan to the end of a run that trains: `run(settings, plan, topology)`, unless all its steps are
-    done. Collective.
+    """Run a program that trains: `run(settings, plan, topology)`, unless all its steps are done. Collective.
 
-    The run directory is this job's alone meanwhile (cluster/lease.py). Raises UserError, on rank 0 for all, if another
-    job has it.
+    Meanwhile this job holds the lease on the run directory (cluster/lease.py). Raises UserError, on rank 0 for all, if
+    another job holds it.
     """
     topology = cluster(rendezvous, settings, settings.run)
     with lease.held(Path(settings.run)) if topology.rank == 0 else contextlib.nullcontext():
         if topology.rank == 0:
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
-        plan = agree(settings, plan, rendezvous)  # nobody builds a model before the directory is ours
+        plan = agree(settings, plan, rendezvous)  # before models are built, but under the lease
         if not is_finished(settings, plan.start, topology, plan.total_steps):
             run(settings, plan, topology)
 
 
 def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
     """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
-    directory, and the job that had it before may have saved since. Collective. Raises UserError, on all ranks alike,
-    where a rank does not see rank 0's."""
+    run directory, and the job before may have saved since. Collective. Raises UserError, on all ranks alike, if a rank
+    does not see that step directory."""
     box = [latest(settings) if rendezvous.rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
     (chosen,) = box
     unseen = None
     if chosen is not None:
         with contextlib.suppress(OSError):
-            os.listdir(chosen.parent)  # a network file system then looks again
+            os.listdir(chosen.parent)  # makes a network file system refresh its cache
         if not steps.is_complete(chosen):
             unseen = (
                 f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
@@ -235,7 +234,7 @@ def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
 
 
 def is_finished(settings: RunConfig, start: Start, topology: Topology, total: int) -> bool:
-    """Whether the run has had all its steps when it starts; then rank 0 says so, and how to go on."""
+    """Whether all steps of the run were done before it started; then rank 0 prints this and the remedy."""
     done = checkpoint.read_state(start.resume_from)["step"] if start.resume_from is not None else 0
     if done < total:
         return False
@@ -267,7 +266,7 @@ def model_options(settings: RunConfig, *, trains: bool, total_steps: int) -> dic
 
 
 def loader_options(settings: OfflineRunConfig, start: Start, topology: Topology) -> dict[str, Any]:
-    """The arguments of the loaders of given text, but the data set."""
+    """The arguments of the offline loaders, without the data set."""
     return dict(
         global_batch=settings.training.global_batch_size,
         dp_rank=topology.data_rank,
@@ -279,14 +278,14 @@ def loader_options(settings: OfflineRunConfig, start: Start, topology: Topology)
 
 
 def files_writer(settings: RunConfig, start: Start, roles: tuple[str, ...], log: Log) -> Callable[[Path], None]:
-    """What `Checkpoints.save` adds to a step directory before it gets its name: the resolved configuration, tokenizer
-    and architectures, and what a converted model brought along for the way back (hf_*.json: tools/convert). The lines
-    of `log` are on the disk by then."""
+    """A function that adds files to a step directory before its final rename: the resolved configuration, tokenizer and
+    architectures, and the files with which a converted model is converted back (hf_*.json: tools/convert). It first
+    writes the lines of `log` to the disk."""
     origin = start.source or (start.resume_from / roles[0] if start.resume_from else None)
     kept = {path.name: path.read_bytes() for path in origin.glob("hf_*.json")} if origin else {}
 
     def write(directory: Path) -> None:
-        lease.verify()  # the save took its time
+        lease.verify()  # the save took a while
         log.sync()
         (directory / RUN_FILE).write_text(config.dump(settings))
         start.tokenizer.save(directory / "tokenizer")
@@ -304,7 +303,7 @@ def announce(settings: RunConfig, start: Start, topology: Topology, lines: dict[
         return
     from megarlhf.models.build import DTYPES  # megatron is imported by now
 
-    lease.verify()  # building the models took its time, and from here on files of the run are replaced
+    lease.verify()  # building the models took a while; files of the run are replaced from here on
     run = Path(settings.run)
     run.mkdir(parents=True, exist_ok=True)
     records.replace(run / RUN_FILE, config.dump(settings))

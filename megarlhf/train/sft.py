@@ -29,7 +29,7 @@ class Plan(setup.Plan):
 
 
 def check(settings: SFTConfig, world_size: int) -> Plan:
-    """Refuse (UserError) whatever cannot work, on every rank alike, before anything is allocated."""
+    """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     settings.training.check_batch(settings.parallel, world_size)
     start = setup.find(settings, length=settings.data.max_length, role="actor")
     setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)

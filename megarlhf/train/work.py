@@ -1,9 +1,9 @@
-"""How much there is to compute in a step of the online loop: `megarlhf report` and bench/scaling.py compare the time
-with it.
+"""FLOPs and memory traffic of a step of the online loop: `megarlhf report` and bench/scaling.py compare the time with
+them.
 
 FLOPs are of matrix products alone, a multiplication and an addition each one; a backward pass is two forward passes.
-Bytes are the least that must come from memory: weights, gradients, optimizer states and caches; activations, which may
-stay in caches, are not counted. Both are of all ranks together.
+Bytes are the least that must come from memory: weights, gradients, optimizer states, keys and values; activations,
+which may stay in the device's caches, are not counted. Both are sums over all ranks.
 
 Legend: B responses a step, P prompt and R response tokens, S = P + R, L layers, V vocabulary, H hidden size.
 """
@@ -25,7 +25,7 @@ ADAM_BYTES = 28  # a parameter: fp32 gradient read; moments and fp32 weight read
 
 @dataclass(frozen=True)
 class Work:
-    """Of one phase of one step."""
+    """FLOPs and bytes of one phase of one step."""
 
     flops: float
     bytes: float
@@ -75,8 +75,9 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
 
 
 def trunk(architecture: Architecture, rows: float, length: int, read: int) -> float:
-    """FLOPs of a forward pass of the layers over `rows` rows of `length`, causal, whose heads read from one position
-    before the last `read`: of the others the last layer makes queries, keys and values alone (models/layers.py)."""
+    """FLOPs of a causal forward pass of the layers over `rows` rows of `length` tokens. The heads read the last `read`
+    positions and the one before; of the others the last layer computes queries, keys and values alone
+    (models/layers.py)."""
     tokens, unread = rows * length, max(0, length - read - 1)
     rest = layer_parameters(architecture) - _qkv(architecture)
     seen = architecture.num_layers * length**2 / 2 - unread**2 / 2  # keys that the queries of a row see
