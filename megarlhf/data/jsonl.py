@@ -1,4 +1,4 @@
-"""JSONL files that people wrote: one object a line, malformed lines reported and, up to a fraction, skipped."""
+"""JSONL data files: one object a line. Malformed lines are reported and, up to a fraction, skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from megarlhf.config import UserError, open_file
 
 T = TypeVar("T")
-LONGEST = 2**26  # bytes of a line; more is a file of another kind
+LONGEST = 2**26  # bytes of a line; a longer line is an error
 
 
 class Records:
@@ -23,8 +23,8 @@ class Records:
         self.bad: list[tuple[int, str]] = []
 
     def read(self, convert: Callable[[dict[str, Any]], T]) -> Iterator[tuple[int, T]]:
-        """(line number, convert(object)) of every line. A ValueError from `convert` says what is wrong with the line; a
-        UserError stops, with the place in front: it is about the program's set-up, not about this line alone.
+        """(line number, convert(object)) of every line. A ValueError from `convert` marks the line as malformed. A
+        UserError is about the program's set-up: it is raised again with the line's place in front.
 
         Raises UserError at the end if more than `max_bad_fraction` of the lines are malformed.
         """
@@ -49,20 +49,20 @@ class Records:
 
 
 def string(row: dict[str, Any], key: str) -> str:
-    """row[key], a string; ValueError says why not."""
+    """row[key], which must be a string; else ValueError."""
     if key not in row:
         raise ValueError(f"no key '{key}' (found: {', '.join(row)})")
     if not isinstance(row[key], str):
         raise ValueError(f"'{key}' must be a string, not {type(row[key]).__name__}")
     try:
         row[key].encode()
-    except UnicodeEncodeError:  # JSON can say "\ud800"; tokenizers cannot take it
+    except UnicodeEncodeError:  # JSON can contain "\ud800"; tokenizers cannot encode it
         raise ValueError(f"'{key}' has half a surrogate pair")
     return row[key]
 
 
 def places(path: str, what: str, lines: list[tuple[int, str]]) -> str:
-    """How many `lines`, (number, reason or ""), had what trouble, and where the first few are; "" for none."""
+    """The number of `lines`, (number, reason or ""), `what` happened to them, and the first few; "" without lines."""
     if not lines:
         return ""
     shown = [f"{path}:{line}{reason and ': ' + reason}" for line, reason in lines[:3]]
@@ -70,7 +70,7 @@ def places(path: str, what: str, lines: list[tuple[int, str]]) -> str:
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each line; as bytes, so that a wrong one spoils its own line only."""
+    """(number, content) of each line; as bytes, so that invalid UTF-8 affects its own line only."""
     with open_file(path, "the examples", "give an existing JSONL file") as file:
         try:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), start=1):
@@ -84,7 +84,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_other_formats(path: str, line: bytes) -> None:
-    """Say what a file is that has no line of JSONL at all, by how its first `line` begins."""
+    """Refuse (UserError) files of other formats, recognised by the beginning of their first `line`."""
     for start, kind, remedy in _FORMATS:
         if line.startswith(start):
             raise UserError(f"{path}: is {kind}, not JSONL; {remedy}")

@@ -17,13 +17,13 @@ from megarlhf.data.sft import Examples
 
 
 def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> np.ndarray:
-    """(G,) indices of the rows of global batch `step`. The epochs' permutations follow each other without a gap: a
-    batch that an epoch's end cuts goes on with the next one's, so no row is ever left out or seen twice in an epoch."""
+    """(G,) indices of the rows of global batch `step`. The epochs' permutations are concatenated: a batch may contain
+    the end of one epoch and the start of the next, so every epoch has every row exactly once."""
     epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
     return np.array([permutation(seed, int(e), num_rows)[p] for e, p in zip(epochs, places, strict=True)], np.int64)
 
 
-@lru_cache(maxsize=2)  # a memo of a pure function: batches walk through one epoch, or over the edge of two
+@lru_cache(maxsize=2)  # a cache of a pure function: a batch has rows of one epoch, or of two adjacent ones
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """The order of rows in `epoch`."""
     # RandomState, not Generator or torch.randperm: only its stream is promised to stay the same in later versions, and
@@ -36,10 +36,10 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 class Loader:
     """This data-parallel rank's share of every global batch.
 
-    Rank r holds rows [r B, (r + 1) B) of the global batch: put together in rank order they are the same batch in the
+    Rank r holds rows [r B, (r + 1) B) of the global batch: concatenated in rank order they are the same batch in the
     same order for every `dp_size`. Rows are padded at the right to the longest row of the *global* batch, rounded up to
     `pad_multiple`, so that all ranks agree on S. Padding has the id `pad_id` (0 if the tokenizer has none): it is
-    behind everything real and outside mask and segments, so its id does not matter.
+    after all real tokens and outside mask and segments, so its id does not matter.
 
     Raises UserError if `dp_size` does not divide `global_batch`.
     """
@@ -81,7 +81,7 @@ class Loader:
         return int(self.data.lengths[self.rows(step)].sum())
 
     def epoch_batches(self) -> Iterator[Sequences]:
-        """Every row once, in the order of the file, for evaluation. The last batch is filled up with rows whose mask is
+        """Every row once, in the order of the file, for evaluation. The last batch is padded with rows whose mask is
         all False, so that it has the shape of the others and divides by `dp_size`. (B, S) each"""
         for start in range(0, len(self.data), self.global_batch):
             rows = np.arange(start, start + self.global_batch)

@@ -23,17 +23,17 @@ from megarlhf.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PreferenceDataConfig:
-    """Where preferences come from. Every line of a file is a JSON object of one of three kinds:
+    """The data of preferences. Every line of a file is a JSON object of one of three kinds:
 
-    {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": ...]}: a pair; margin, 0 if there is none, is by how much
-        their scores should differ at least.
-    {"prompt": ..., "responses": [...], "label": 2}: of `num_responses` the best one, counted from 0.
-    {"prompt": ..., "responses": [...], "ranks": [2, 0, 1, 2]}: all of them ranked, one 0 for the best; equal ranks were
-        not told apart.
+    {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": ...]}: a pair; margin (default 0) is the least difference
+        that their scores should have.
+    {"prompt": ..., "responses": [...], "label": 2}: the index of the best of `num_responses`, from 0.
+    {"prompt": ..., "responses": [...], "ranks": [2, 0, 1, 2]}: all of them ranked, one 0 for the best; equal ranks are
+        ties.
 
-    A response becomes BOS prompt response EOS, and its score is read at the last token. Other keys are ignored, blank
-    lines too. What is longer than `max_length` tokens loses its end; a prompt is dropped where that, or the file,
-    leaves a better and a worse response alike.
+    A response becomes BOS prompt response EOS, and its score is read at the last token. Other keys and blank lines are
+    ignored. Rows longer than `max_length` tokens are cut at the end. A prompt is dropped if a better and a worse
+    response are then equal.
     """
 
     train: str
@@ -42,7 +42,7 @@ class PreferenceDataConfig:
     max_length: int = 1024  # tokens, special ones included
     add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
-    max_bad_fraction: float = 0.01  # more malformed lines than this stop the program; 0: any does
+    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
@@ -65,12 +65,12 @@ class Preferences(Examples):
 
     num_responses: int  # K
     ranks: np.ndarray  # (M,) int64
-    margins: np.ndarray  # (M,) float32: a pair's stands in both of its rows
+    margins: np.ndarray  # (M,) float32: the pair's, in both of its rows
 
 
 @dataclass(frozen=True)
 class PreferenceReport:
-    """What became of a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -83,7 +83,7 @@ class PreferenceReport:
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
-        """One line for the log: the counts, and the first few places of each kind of trouble."""
+        """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_prompts} prompts x {self.num_responses} responses, {self.num_tokens} tokens",
             places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
@@ -96,7 +96,7 @@ class PreferenceReport:
 def load_preferences(
     path: str, tokenizer: Tokenizer, config: PreferenceDataConfig
 ) -> tuple[Preferences, PreferenceReport]:
-    """The preferences of one JSONL file (`config.train` or `config.validation`) and what became of its lines.
+    """The preferences of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
 
     Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
     nothing is left.
@@ -145,8 +145,8 @@ def load_preferences(
 
 
 class PreferenceLoader(Loader):
-    """This data-parallel rank's share of every global batch of preferences, as `Comparisons`: like `Loader`, with whole
-    prompts, shuffled as such, on a rank. Batches are counted in rows, K a prompt.
+    """This data-parallel rank's share of every global batch of preferences, as `Comparisons`: like `Loader`, but whole
+    prompts are shuffled and distributed to ranks. Batches are counted in rows, K a prompt.
 
     Raises UserError if K * `dp_size` does not divide `global_batch`.
     """

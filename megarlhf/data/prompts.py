@@ -1,5 +1,5 @@
-"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and shared out to the ranks. The
-whole lines stay on the host as records; batches carry their ids.
+"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and distributed to the ranks. The
+complete lines stay on the host as records; batches carry their ids.
 
 Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this rank, P columns.
 """
@@ -23,16 +23,16 @@ from megarlhf.data.tokenizer import Tokenizer, token_id
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """Where prompts come from: a file with {"prompt": ...} on every line. The other keys (an answer, tests) reach the
+    """The data of prompts: a file with {"prompt": ...} on every line. The other keys (an answer, tests) reach the
     reward functions and servers. Blank lines are ignored."""
 
     path: str
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
-    truncate: Literal["end", "start"] = "end"  # what a longer prompt loses; detail G2 keeps the first `length` tokens
-    start_text: str | None = None  # a prompt begins behind the first of these (detail P3: "."); without one: dropped
+    truncate: Literal["end", "start"] = "end"  # where longer prompts are cut; detail G2 keeps the first `length` tokens
+    start_text: str | None = None  # a prompt begins after the first of these (detail P3: "."); without one: dropped
     end_text: str | None = None  # and ends with the last of these that fits (detail P3: "."); without one: dropped
     add_bos: bool = True  # if the tokenizer has a BOS; never cut away
-    max_bad_fraction: float = 0.0  # more malformed or empty lines than this stop the program; 0: any does
+    max_bad_fraction: float = 0.0  # a larger share of malformed or empty lines stops the program; 0: any does
     prompt_key: str = "prompt"
 
     def __post_init__(self):
@@ -42,12 +42,12 @@ class PromptsConfig:
             raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
-RECORD_BYTES = 2**24  # of what a line has beside its prompt; larger things belong in files of their own
+RECORD_BYTES = 2**24  # of a line's other keys; larger values belong in files of their own
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Tokenized prompts of at most P tokens, with the text each was made from and what else stood in its line."""
+    """Tokenized prompts of at most P tokens, with their texts and the other keys of their lines."""
 
     tokens: list[np.ndarray]  # K of (length,) int64
     texts: list[str]
@@ -79,7 +79,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -91,7 +91,7 @@ class PromptReport:
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
-        """One line for the log: the counts, and the first few places of each kind of trouble."""
+        """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_prompts} prompts, {self.num_tokens} tokens",
             places(self.path, f"cut to {self.length} tokens", [(line, "") for line in self.truncated]),
@@ -102,7 +102,7 @@ class PromptReport:
 
 
 def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet, PromptReport]:
-    """The prompts of a file and what became of its lines.
+    """The prompts of a file and the report on its lines.
 
     Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
     or empty, and if nothing is left.
@@ -170,7 +170,7 @@ class PromptLoader:
     """This data-parallel rank's share of every global batch of prompts: a pure function of (data, seed, step).
 
     Rank r holds the prompts [r B, (r + 1) B) of the global batch. The sequence id of prompt i of batch `step` is
-    step * G + i, so what is sampled for it does not depend on the rank it falls to. `pad_id`: see `Sampler`.
+    step * G + i, so its samples do not depend on its rank. `pad_id`: see `Sampler`.
 
     Raises UserError if `dp_size` does not divide `global_batch`.
     """

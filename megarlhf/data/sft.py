@@ -1,4 +1,4 @@
-"""Supervised examples from JSONL: read, tokenized, checked and, if wanted, packed into rows.
+"""Supervised examples from JSONL: read, tokenized, checked and optionally packed into rows.
 
 Legend: N tokens of the whole data set, K rows. Stored flat: row k is [offsets[k], offsets[k + 1]).
 """
@@ -18,24 +18,24 @@ from megarlhf.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    """Where supervised examples come from. Every line of a file is a JSON object of one of three kinds:
+    """The data of supervised examples. Every line of a file is a JSON object of one of three kinds:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}: the tokenizer's chat
-        template writes it out, with whatever BOS and end-of-turn tokens that has; the loss is on the assistant's turns.
+        template renders it, with its own BOS and end-of-turn tokens; the loss is on the assistant's turns.
     {"prompt": ..., "response": ...}: BOS prompt response EOS; the loss is on the response and EOS.
     {"text": ...}: BOS text EOS; the loss is on everything.
 
-    Other keys are ignored, blank lines too. What is longer than `max_length` tokens loses its end, EOS included, so
-    that nobody learns to stop in mid-sentence; an example of which no token with a loss is left is dropped.
+    Other keys and blank lines are ignored. Rows longer than `max_length` tokens are cut at the end, EOS included, so
+    that the model does not learn to stop in mid-sentence. An example without a token with a loss is dropped.
     """
 
     train: str
     validation: str | None = None
     max_length: int = 1024  # tokens, special ones included
     packing: bool = False  # several examples in a row; they do not see each other
-    loss_on: Literal["response", "all"] = "response"  # all: on prompts and on the other speakers too
-    add_bos: bool = True  # if the tokenizer has a BOS; chat templates decide for themselves
-    max_bad_fraction: float = 0.01  # more malformed lines than this stop the program; 0: any does
+    loss_on: Literal["response", "all"] = "response"  # all: on prompts and on the other roles too
+    add_bos: bool = True  # if the tokenizer has a BOS; not for chat templates
+    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str = "messages"
@@ -52,8 +52,8 @@ class SFTDataConfig:
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenized rows. `mask` marks the tokens to be predicted; never a row's or a segment's first, which nothing in it
-    could predict."""
+    """Tokenized rows. `mask` marks the tokens to be predicted; never a row's or a segment's first, which has no
+    context."""
 
     tokens: np.ndarray  # (N,) int32
     mask: np.ndarray  # (N,) bool
@@ -79,7 +79,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -93,7 +93,7 @@ class Report:
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
-        """One line for the log: the counts, and the first few places of each kind of trouble."""
+        """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_examples} examples, {self.num_tokens} tokens, {self.num_loss_tokens} with a loss",
             f"packed into {self.num_rows} rows" if self.num_rows != self.num_examples else "",
@@ -105,7 +105,7 @@ class Report:
 
 
 def load_sft(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
-    """The examples of one JSONL file (`config.train` or `config.validation`) and what became of its lines.
+    """The examples of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
 
     Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing
     is left, and for conversations without a chat template.
@@ -143,8 +143,8 @@ def load_sft(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Ex
 
 
 def pack(examples: Examples, max_length: int) -> Examples:
-    """Put whole examples together in rows of at most `max_length` tokens: each goes, in order, into the first row with
-    room for it."""
+    """Pack whole examples into rows of at most `max_length` tokens: each, in order, into the first row with room for
+    it."""
     lengths = examples.lengths
     assert lengths.max() <= max_length
     space = np.full(len(examples), max_length)
@@ -194,9 +194,9 @@ def _example(row: dict[str, Any], tokenizer: Tokenizer, config: SFTDataConfig) -
 
 
 def continuation(tokenizer: Tokenizer, prompt: str, before: list[int], response: str) -> list[int]:
-    """The ids of `response` behind `prompt`, whose ids are `before` and stay as they are: when the model is used, the
-    prompt stands alone. Encoded together where that allows it, since SentencePiece puts a space before a text of its
-    own; alone where a token would straddle the boundary."""
+    """The ids of `response` after `prompt`, whose ids `before` must not change: generation encodes the prompt alone.
+    Both are encoded together if that keeps `before`, because SentencePiece puts a space before a separate text; the
+    response is encoded alone if a token would cross the boundary."""
     together = tokenizer.encode(prompt + response)
     return together[len(before) :] if together[: len(before)] == before else tokenizer.encode(response)
 

@@ -15,8 +15,8 @@ from megarlhf.config import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
-# What makes a Hugging Face tokenizer, apart from a model's weights. config.json is among them because AutoTokenizer
-# chooses the class by the model type in it.
+# The files of a Hugging Face tokenizer. config.json is among them because AutoTokenizer chooses the class by the model
+# type in it.
 _HF_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
@@ -27,11 +27,11 @@ _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer at `path`: a Hugging Face directory (a model's will do), a SentencePiece `.model` file, or a
+    """The tokenizer at `path`: a Hugging Face directory (also a model's), a SentencePiece `.model` file, or a
     directory written by `Tokenizer.save`.
 
-    Nothing is fetched and no code from the directory is run. Raises UserError where there is no tokenizer, where it
-    cannot be read, and where it has no EOS token.
+    Nothing is downloaded and no code from the directory is run. Raises UserError if there is no tokenizer, if it
+    cannot be read, and if it has no EOS token.
     """
     path = Path(path)
     if path.is_file():
@@ -53,9 +53,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, text: str, key: str) -> int:
-    """The one token that `text` is behind a word (a SentencePiece tokenizer would put a space before a text of its
-    own), or the token of that name. Raises UserError, naming the
-    configuration's `key`, if there is neither."""
+    """The one token of `text` after a word (a SentencePiece tokenizer would put a space before a separate text), or the
+    token with that name. Raises UserError, naming the configuration's `key`, if there is neither."""
     word = tokenizer.encode("a")
     ids = tokenizer.encode("a" + text)
     if ids[:-1] == word:
@@ -80,12 +79,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Tokenizer(ABC):
-    """What every tokenizer of this project can do. Made by `load_tokenizer`."""
+    """The interface of all tokenizers. Made by `load_tokenizer`."""
 
     path: Path  # where it was loaded from; for messages
     bos_id: int | None
     eos_id: int
-    pad_id: int | None  # a token that is nothing but padding; None also where it doubles as BOS, EOS or UNK
+    pad_id: int | None  # a token for padding alone; None if it is also BOS, EOS or UNK
     vocab_size: int  # largest id + 1
 
     def __init__(self, path: Path, files: Iterable[Path], root: Path):
@@ -100,14 +99,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` (a list, an array or a 1-D tensor). Padding is left out, and so are ids that are no token
-        (a model's vocabulary may be rounded up). Other special tokens are shown."""
+        """The text of `ids` (a list, an array or a 1-D tensor). Padding and ids without a token (a model's vocabulary
+        may be rounded up) are left out. Other special tokens are shown."""
 
     def continuation(self, prompt: list[int], response: list[int]) -> str:
-        """The text of `response` behind that of `prompt`: decode(prompt) + continuation is decode(prompt + response).
-        It keeps the space before its first word, which SentencePiece leaves out of a text of its own.
+        """The text of `response` after that of `prompt`: decode(prompt) + continuation is decode(prompt + response).
+        It keeps the space before its first word, which SentencePiece omits at the start of a text.
 
-        Where a character's bytes are split between the two, it is neither's, and only then the sum is not exact."""
+        The sum is not exact if a character's bytes are split between the two: then neither text has the character."""
         text, whole = self.decode(prompt), self.decode([*prompt, *response])
         return whole[len(text) :] if whole.startswith(text) else self.decode(response)
 
@@ -120,7 +119,7 @@ class Tokenizer(ABC):
 
     def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
         """A conversation in the tokenizer's chat template -> (ids, mask), the mask True on the assistant's tokens:
-        what it says and the token that ends its turn. A template with {% generation %} blocks marks them itself;
+        its content and the token that ends its turn. A template with {% generation %} blocks marks them itself;
         otherwise the conversation is rendered up to each turn.
 
         Raises UserError if there is no chat template, ValueError (without a place: the caller knows the line) if the
@@ -193,7 +192,7 @@ class _HuggingFace(Tokenizer):
                 from transformers import AutoTokenizer
 
                 self._model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises whatever the files make it raise
+        except Exception as error:  # bad files raise many types of errors
             raise UserError(
                 f"{path}: transformers cannot load this tokenizer ({type(error).__name__}: {_first_line(error)}); "
                 "check that its files are complete"
@@ -242,7 +241,7 @@ class _HuggingFace(Tokenizer):
                     "conversations that end with their only assistant message"
                 )
             end = len(after)
-            if self.eos_id in after[len(before) :]:  # templates write a line break behind it: nobody's token
+            if self.eos_id in after[len(before) :]:  # templates write a line break after it, which does not count
                 end -= after[::-1].index(self.eos_id)
             mask[len(before) : end] = [True] * (end - len(before))
         return ids, mask
