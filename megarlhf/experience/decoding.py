@@ -1,8 +1,8 @@
 """The forward pass with a key/value cache, over the weights of a model chunk (`models.gpt.GPT`): nothing is copied.
 
-Megatron's own inference path goes through every module for each token and keeps its place in a python int. This one is
-the same arithmetic as plain functions of the same parameters, three times as fast on a CPU, and a decode step that a
-CUDA graph can hold: static shapes, the place on the device, no synchronisation. It needs no rebuilt model: parameters
+Megatron's own inference path runs every module for each token and keeps its position in a Python int. This one computes
+the same with plain functions of the same parameters. It is three times as fast on a CPU, and a CUDA graph can capture
+its decode step: static shapes, the position on the device, no synchronisation. It needs no rebuilt model: parameters
 have the same shapes with and without sequence parallelism, and a step of one token has no sequence to split.
 
 Legend: B rows, b prompts, P prompt columns, S columns of prompt and response, H hidden size, D head size, V' vocabulary
@@ -30,12 +30,12 @@ Attend = Callable[[int, Tensor], Tensor]  # (layer, its fused query, key, value 
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of one micro-batch in one chunk. Written in place; `Decoder.prefill` starts it anew."""
+    """The keys and values of one micro-batch in one chunk. Written in place; `Decoder.prefill` resets it."""
 
     keys: Tensor  # (L, B, G, S, D), rotated
     values: Tensor  # (L, B, G, S, D)
     visible: Tensor  # (B, 1, 1, S) bool: the columns that the newest token sees
-    column: Tensor  # (1,) int64: where the next token goes
+    column: Tensor  # (1,) int64: the next token's
     position: Tensor  # (B,) int64: its position among the row's real tokens
 
     @property
@@ -43,7 +43,7 @@ class Cache:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values, self.visible, self.position))
 
     def allocate(self) -> None:
-        """Allocate the memory of keys and values, filled with zeros: what attention masks must be finite."""
+        """Allocate the memory of keys and values, filled with zeros: masked values must be finite."""
         for x in (self.keys, self.values):
             x.untyped_storage().resize_(x.nbytes)
             x.zero_()
@@ -76,7 +76,7 @@ class Decoder:
             self.rotary = (angles.cos(), _signed(angles.sin()))  # float32, as in the trainer (backend.install)
 
     def cache(self, rows: int, length: int) -> Cache:
-        """Room for `rows` rows of at most `length` tokens."""
+        """A cache for `rows` rows of at most `length` tokens."""
         kwargs = dict(device=self.chunk.decoder.layers[0].self_attention.linear_qkv.weight.device)
         shape = (len(self.layers), rows, self.groups, length, self.head_dim)
         return Cache(
@@ -90,7 +90,7 @@ class Decoder:
     def prefill(self, cache: Cache, x: Tensor, valid: Tensor) -> Tensor:
         """Left-padded prompts, tokens (b, P) or hidden states (b, P, H), with `valid` (b, P) -> hidden states
         (b, P, H); on the last chunk those of the last column alone, (b, 1, H), after the final norm. The cache's B rows
-        may be a multiple of b: each prompt then fills B / b rows that follow each other."""
+        may be a multiple of b: each prompt then fills B / b adjacent rows."""
         rows, length = valid.shape
         samples = len(cache.position) // rows
         cache.visible.zero_()
@@ -102,7 +102,7 @@ class Decoder:
         return torch.cat(parts)
 
     def _prefill(self, cache: Cache, x: Tensor, valid: Tensor, first: int, samples: int) -> Tensor:
-        """Some of the prompts, from number `first` on."""
+        """A part of the prompts, from index `first` on."""
         rows, length = valid.shape
         if self.chunk.pre_process:
             x = self._embed(x.masked_fill(~valid, 0), batch.positions(valid.long()))
@@ -134,7 +134,7 @@ class Decoder:
             keys, values = cache.keys[layer], cache.values[layer]
             keys.index_copy_(2, cache.column, key[:, :, None])
             values.index_copy_(2, cache.column, value[:, :, None])
-            # The query heads of a group see the same keys, as the tokens of a sequence do: no key is repeated.
+            # The query heads of a group attend to the same keys, as the tokens of a sequence do: no key is copied.
             return operations.attend(query, keys, values, cache.visible).flatten(1)
 
         x = self._run(x, attend)
@@ -150,7 +150,7 @@ class Decoder:
     # ------------------------------------------------------------------------------------------- how
 
     def _run(self, x: Tensor, attend: Attend, read: slice | None = None) -> Tensor:
-        """All layers. With `read`, the model's last layer goes on with those columns alone."""
+        """All layers. With `read`, the model's last layer computes only those columns after attention."""
         for index, layer in enumerate(self.layers):
             fused = operations.linear(self._norm(x, *layer.attention_norm), *layer.qkv)
             fused = fused.unflatten(-1, (self.groups, self.queries + 2, self.head_dim))
@@ -168,9 +168,9 @@ class Decoder:
         self, layer: int, fused: Tensor, rotary: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(..., G, Q + 2, D) -> query (..., G, Q, D), key (..., G, D), value (..., G, D). The rotary tables are
-        (..., d) with d <= D: the rest of a head does not turn."""
+        (..., d) with d <= D: the rest of a head is not rotated."""
         value = fused[..., -1, :]
-        turning = fused[..., :-1, :]  # queries and the key turn alike
+        turning = fused[..., :-1, :]  # queries and the key are rotated alike
         if self.config.qk_layernorm:
             norms = self.layers[layer].query_norm, self.layers[layer].key_norm
             parts = turning[..., :-1, :], turning[..., -1:, :]
@@ -238,7 +238,7 @@ def _parameters(module) -> tuple[Tensor, Tensor | None]:
 
 
 def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None] | None:
-    """Transformer Engine fuses a norm into the linear layer behind it, and keeps its parameters there. None if there is
+    """Transformer Engine fuses a norm into the linear layer after it, and keeps its parameters there. None if there is
     no norm."""
     if hasattr(linear, "layer_norm_weight"):
         return linear.layer_norm_weight, getattr(linear, "layer_norm_bias", None)
@@ -246,5 +246,5 @@ def _norm_of(norm, linear) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _signed(sin: Tensor) -> Tensor:
-    """The sine as it meets a head rolled by half its size: (x1, x2) turns into x cos + (x2, x1) (-sin, sin)."""
+    """The signed sine for a head rolled by half its size: (x1, x2) turns into x cos + (x2, x1) (-sin, sin)."""
     return torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], -1)

@@ -1,7 +1,7 @@
-"""The step-0 gate: before the first update, what must be equal is measured to be equal.
+"""The step-0 gate: measure, before the first update, differences that must be 0.
 
-RLHF goes wrong silently: a sampler that disagrees with the trainer, a reference that is not the start, a padding that
-is read. Each check below measures one such difference on the first rollout and refuses to train with it.
+Some errors of RLHF are silent: a sampler that disagrees with the trainer, a reference that is not the start, padding
+that is read. Each check below measures one such difference on the first rollout and refuses to train with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PADDING = 8  # columns added on the left by the padding check, at least
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What to check, and what counts as equal: the mean absolute difference of token log-probs."""
+    """When to check, and the tolerance of the mean absolute difference of token log-probs."""
 
     enabled: bool = True
-    every: int = 0  # also before every so many further steps; 0: only before the first
+    every: int = 0  # steps between further checks; 0: only before the first step
     tolerance: float | None = None  # nats; default: 1e-4 in fp32, 0.03 in bf16
     rows: int = 64  # of this rank's rollout, for the checks that compute again
 
@@ -102,7 +102,7 @@ def _difference(left: Tensor, right: Tensor, mask: Tensor, engine: Engine) -> fl
 
 
 def _padded(rows: Rollout, columns: int) -> Rollout:
-    """The same rows behind so many more columns of padding."""
+    """The same rows with `columns` more columns of padding at the left."""
     return dataclasses.replace(
         rows,
         tokens=F.pad(rows.tokens, (columns, 0), value=int(rows.tokens[0, 0])),

@@ -1,7 +1,7 @@
-"""One HTTP request with limits on time and size: the whole answer arrives by a deadline or not at all.
+"""One HTTP request with limits on time and size: the complete answer by a deadline, or an error.
 
-The standard library's client alone: it knows neither proxies nor redirects, so that nothing in the environment sends
-texts elsewhere than to the address in the configuration.
+It uses the standard library's client, which ignores proxies and redirects, so that the environment cannot send texts to
+another address than the one in the configuration.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Reply:
 
 
 class TooLongError(Exception):
-    """The answer has more bytes than it may."""
+    """The answer has more bytes than the limit."""
 
 
 def exchange(url: str, body: bytes | None, *, timeout: float, limit: int) -> Reply:
     """GET `url`, or POST `body` (JSON) to it.
 
-    Raises TimeoutError where the whole answer is not there after `timeout` seconds, whatever takes the time: looking up
-    the name, connecting to one of its addresses after the other, or an answer that trickles; TooLongError for more than
-    `limit` bytes of content; OSError and http.client.HTTPException for what else goes wrong.
+    Raises TimeoutError if the answer is not complete after `timeout` seconds, which include the name look-up, the
+    connection attempts to each of its addresses, and a slow answer; TooLongError for more than `limit` bytes of
+    content; OSError and http.client.HTTPException for other failures.
     """
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -52,8 +52,8 @@ def exchange(url: str, body: bytes | None, *, timeout: float, limit: int) -> Rep
         finally:
             connection.close()
 
-    # A thread, because a look-up has no time-out, and that of a socket is for each address and each read: whoever sends
-    # a byte a second would keep us for ever.
+    # A thread, because a look-up has no time-out, and that of a socket is for each address and each read: a server that
+    # sends a byte a second would never time out.
     threading.Thread(target=work, name="http", daemon=True).start()
     try:
         return answer.result(timeout)
@@ -62,12 +62,12 @@ def exchange(url: str, body: bytes | None, *, timeout: float, limit: int) -> Rep
     finally:
         given_up.set()
         for one in opened:
-            with contextlib.suppress(OSError):  # ends whatever waits for it, in TLS too
+            with contextlib.suppress(OSError):  # ends pending calls on it, in TLS too
                 socket.socket.shutdown(one, socket.SHUT_RDWR)
 
 
 def _talk(connection: http.client.HTTPConnection, path: str, body: bytes | None, limit: int) -> Reply:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may say why before it has all of the body
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has the whole body
         headers = {"Content-Type": "application/json", "Connection": "close"}
         connection.request("GET" if body is None else "POST", path, body, headers)
     response = connection.getresponse()

@@ -1,4 +1,4 @@
-"""From a rollout to what is learned from it: what the models say of it, and the minibatches of a step.
+"""From a rollout to updates: the models' outputs for it, and the minibatches of a step.
 
 Legend: B rows of this data-parallel rank, G of the global batch, P prompt columns, R response columns.
 """
@@ -31,8 +31,8 @@ def evaluate(
     temperature: float,
     signals: frozenset[str] = frozenset(),
 ) -> Signals:
-    """Log-probs at the sampling temperature (detail P1) of the policy and the reference of the sampled tokens, and of
-    `signals` what is named: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
+    """Log-probs of the sampled tokens under the policy and the reference, at the sampling temperature (detail P1), and
+    those of `signals`: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
     actor's own head gives the values. The exact KL takes a second head pass, and room for the reference's hidden
     states, (B, R, H), on every stage. Collective."""
     batch, options, exact_kl = rollout, {}, "kl" in signals
@@ -51,7 +51,7 @@ def evaluate(
 
 
 def keep_on_host(engine: Engine) -> None:
-    """Move a model's weights to host memory; `resident` brings them back for as long as they are needed."""
+    """Move a model's weights to host memory; `resident` copies them to the device while they are needed."""
     for module in engine.modules:
         for parameter in module.parameters():
             parameter.data = parameter.data.cpu()
@@ -61,7 +61,7 @@ def keep_on_host(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def resident(engine: Engine) -> Iterator[None]:
-    """The engine's weights on the device, for a model that is otherwise kept on the host; free for one that is not."""
+    """The engine's weights on the device, for a model that is otherwise kept on the host; no copy for others."""
     parameters = [parameter for module in engine.modules for parameter in module.parameters()]
     host = [parameter.data for parameter in parameters]
     for parameter in parameters:
@@ -77,8 +77,8 @@ def minibatches(
     experience: Experience, *, epochs: int, count: int, seed: int, step: int, topology: Topology
 ) -> Iterator[Experience]:
     """This rank's share of each minibatch of a step: `epochs` times the batch in `count` parts, reshuffled in each
-    epoch (detail P7). The order is that of the global batch, a function of (seed, step, epoch), so that a minibatch is
-    the same rows under every layout. `experience`: this rank's B rows."""
+    epoch (detail P7). The order is that of the global batch, a function of (seed, step, epoch), so that a minibatch has
+    the same rows in every layout. `experience`: this rank's B rows."""
     whole = gather(experience, topology)
     rows = len(whole)
     share = rows // count // topology.data_size

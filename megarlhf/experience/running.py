@@ -11,7 +11,7 @@ from torch import Tensor
 from megarlhf import metrics
 from megarlhf.metrics import Mean
 
-SMALLEST = 1e-8  # standard deviation that is divided by
+SMALLEST = 1e-8  # lower limit of the standard deviation in the division
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Moments:
     squares: float = 0.0  # the sum of squared differences from the mean
 
     def extended(self, values: Tensor, group: dist.ProcessGroup) -> Moments:
-        """With `values` (N,) float64, those of all ranks of `group` together; N may differ. Numbers that are not finite
-        are left out. Collective.
+        """With `values` (N,) float64 of all ranks of `group` added; N may differ. Numbers that are not finite are left
+        out. Collective.
 
         Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances":
 

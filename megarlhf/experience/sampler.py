@@ -1,6 +1,6 @@
 """Sampling responses of fixed length from the training weights, in the training layout.
 
-A token depends on (weights, prompt, seed, sequence id, place in the response) alone: not on the layout, the
+A token depends on (weights, prompt, seed, sequence id, position in the response) alone: not on the layout, the
 micro-batches, the other rows or the padding (up to rounding: see kernels/sampling.py).
 
 Memory a rank, beside the weights: the caches of the micro-batches in flight, W (P + R) L G D * 2 elements for W rows in
@@ -30,17 +30,17 @@ from megarlhf.kernels.sampling import Draw, Sampled
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
-EXIT_EVERY = 16  # tokens between looks at whether every response has ended: each waits for the device
+EXIT_EVERY = 16  # tokens between checks whether every response has ended; a check waits for the device
 
 
 @dataclass(frozen=True)
 class SamplerConfig(Draw):
-    """How responses are made: the fields of `Draw`, and these."""
+    """How responses are sampled: the fields of `Draw`, and these."""
 
-    response_length: int = 24  # R: exactly so many tokens are sampled, also past EOS (detail G4)
-    stop_at_eos: bool = False  # what follows the first EOS becomes padding
+    response_length: int = 24  # R: number of sampled tokens, also past EOS (detail G4)
+    stop_at_eos: bool = False  # tokens after the first EOS become padding
     samples_per_prompt: int = 1  # they share the computation of the prompt
-    micro_batch_size: int = 16  # rows computed at once; with pipeline stages, so many are in flight for each stage
+    micro_batch_size: int = 16  # rows computed at once; with pipeline stages, rows in flight for each stage
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,13 +55,13 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once. Where steps are recorded as CUDA graphs, its buffers keep their
-    addresses until it is deleted; elsewhere the caches have memory during `sample` alone.
+    """Samples from `engine`'s model. Build it once. If steps are captured as CUDA graphs, its buffers keep their
+    addresses until it is deleted; otherwise the caches are allocated during `sample` alone.
 
-    prompt_length: P. seed: of the noise. pad_id: what stands in padded places, an id that no token can have (default:
-    the first beyond the vocabulary). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
+    prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
+    it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
 
-    Raises UserError where these cannot work with the model.
+    Raises UserError if these cannot work with the model.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class Sampler:
 
     @property
     def num_bytes(self) -> int:
-        """What this sampler holds on this rank beside the weights: caches and messages."""
+        """Bytes of this sampler on this rank beside the weights: caches and messages."""
         return sum(slot.num_bytes for slot in self.slots)
 
     @torch.inference_mode()
     def sample(self, prompts: Prompts, on_tokens: Callable[[int], None] = lambda count: None) -> Rollout:
         """Responses to this data-parallel rank's prompts, (N / n, P) -> N rows, on every rank of its model.
 
-        Any number of prompts will do; a last, smaller wave is filled up with copies. `on_tokens` is told after each
-        step how many tokens it sampled.
+        Any number of prompts is allowed; a smaller last wave is padded with copies. `on_tokens` is called after each
+        step with the number of tokens sampled.
         """
         config, samples = self.config, self.config.samples_per_prompt
         assert prompts.tokens.shape[1] == self.length - config.response_length, prompts.tokens.shape
@@ -129,7 +129,7 @@ class Sampler:
         return rollout_of(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
 
     def _allocate_caches(self) -> None:
-        if not cuda_graphs.captures():  # a recorded step needs them at the same addresses always
+        if not cuda_graphs.captures():  # a captured step needs fixed addresses
             backend.trim()  # sampling cannot use the free memory that other phases leave
             for slot in self.slots:
                 for cache in slot.caches:
@@ -148,8 +148,8 @@ class Sampler:
         """The rows from `start`, one micro-batch a slot.
 
         Every rank does its tasks in the order (step, chunk, slot), and every message goes to a task that is later in
-        the order (step, chunk, slot, stage). With sends that do not wait, the first task that is not done always has
-        its input, so nothing can lock up. As many slots as stages keep all stages busy.
+        the order (step, chunk, slot, stage). Sends are asynchronous, so the first unfinished task always has its input,
+        and there is no deadlock. As many slots as stages keep all stages busy.
         """
         config, samples = self.config, self.config.samples_per_prompt
         starts = range(start, start + self.wave, config.micro_batch_size)
@@ -194,7 +194,7 @@ class Sampler:
 
 
 class _Slot:
-    """A micro-batch in flight: its caches, its messages, and the decode step over tensors that stay where they are."""
+    """A micro-batch in flight: its caches, its messages, and the decode step over tensors with fixed addresses."""
 
     def __init__(self, sampler: Sampler, rows: int):
         self.sampler, self.topology = sampler, sampler.topology
@@ -251,7 +251,7 @@ class _Slot:
             self.sending.append((dist.isend(sent, self.behind, group=group), sent))
 
     def end(self, step: int) -> None:
-        """After the last `step`: take the tokens that no further step will."""
+        """After the last `step`: receive the tokens that no further step receives."""
         if self.topology.first_stage and not self._ends(0) and step + 1 < self.sampler.config.response_length:
             self._receive(self.sampled["tokens"])
         self._wait()
@@ -277,8 +277,8 @@ class _Slot:
         return self.topology.last_stage and chunk == len(self.sampler.decoders) - 1
 
     def _receive(self, into: Tensor) -> None:
-        # Last stage -> first has a communicator of its own: over NCCL, messages both ways between two ranks would
-        # otherwise wait in one queue for each other.
+        # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks
+        # would otherwise wait for each other in one queue.
         group = self.topology.ring_group if self.topology.first_stage else self.topology.pipeline_group
         dist.irecv(into, self.before, group=group).wait()
 
@@ -289,7 +289,7 @@ class _Slot:
 
 
 def check_sampling(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:
-    """Refuse (UserError) what cannot be sampled from a model of this `models.spec.Architecture`."""
+    """Refuse (UserError) options that a model of this `models.spec.Architecture` cannot sample with."""
     length, table = prompt_length + config.response_length, architecture.max_position_embeddings
     if architecture.position_embedding == "learned" and length > table:
         raise UserError(

@@ -1,5 +1,5 @@
-"""What responses are worth: reward models, Python functions and remote scorers behind one call, with truncation and a
-fixed score for what cannot be truncated (detail P5), read at the last token that counts (detail R1) or at every step.
+"""Scores of responses: reward models, Python functions and reward servers behind one call, with truncation and a fixed
+score for responses without the token (detail P5), read at the last token that counts (detail R1) or at every step.
 
 A source's numbers are clipped, then normalised, then weighted, and added to those of the others.
 
@@ -41,9 +41,9 @@ NAME = re.compile(r"[\w.+-]+")
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where scores come from: give one of `checkpoint`, `function` and `url`. Functions and servers get texts: what
-    is scored of a response, without the BOS before a prompt and the EOS behind a response, and the prompt's record.
-    They answer with a number for a response, or with [end, score] pairs for its steps (docs/reward-server.md)."""
+    """A source of scores: give one of `checkpoint`, `function` and `url`. Functions and servers get the texts of
+    prompts without BOS and of the scored parts of responses without EOS, and the prompts' records. They answer with a
+    number for a response, or with [end, score] pairs for its steps (docs/reward-server.md)."""
 
     checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
     function: str | None = None  # module:function or path/to/file.py:function; called on one rank of each model copy
@@ -81,8 +81,8 @@ class ScoringConfig:
     """How responses are scored. With several sources the score is the weighted sum of theirs."""
 
     sources: tuple[SourceConfig, ...]
-    truncate_token: str | None = None  # all after the first of these is not scored; as it stands behind a word: "."
-    truncate_after: int = 0  # that is, the first at this place of the response (from 0) or later
+    truncate_token: str | None = None  # responses are cut after the first of these before scoring; as after a word
+    truncate_after: int = 0  # only tokens at this column of the response (from 0) or later count
     penalty: float = -1.0  # the score of a response without it
 
     def __post_init__(self):
@@ -112,11 +112,11 @@ class ScoringConfig:
 
 
 class Scorer:
-    """Scores rollouts. Building it is collective: reward models are loaded, and remote scorers asked for their health,
-    first of all.
+    """Scores rollouts. Building it is collective: it first checks the health of reward servers, then loads reward
+    models.
 
     load_model: the engine of a source's `checkpoint`. records: prompt ids -> their records, new objects. Raises
-    UserError, on every rank, for a dead remote scorer.
+    UserError, on every rank, if a reward server does not answer.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Scorer:
     def score(self, rollout: Rollout) -> Scores:
         """The scores of this data-parallel rank's rows, the same on every rank of its model copy. Collective.
 
-        Truncation is for the scoring alone: the rollout stays as it is. Raises UserError, the same on every rank, for
-        what functions and remote scorers do wrong.
+        Truncation does not change the rollout. Raises UserError, the same on every rank, for errors of functions and
+        reward servers.
         """
         read, accepted = rollout, torch.ones_like(rollout.mask[:, 0])
         if self.token is not None:
@@ -184,7 +184,7 @@ class Scorer:
 
     @property
     def state(self) -> dict[str, float]:
-        """What normalisation remembers: NAME/count, NAME/mean and NAME/squares (the sum of squared differences from the
+        """The state of normalisation: NAME/count, NAME/mean and NAME/squares (the sum of squared differences from the
         mean) of all numbers that a normalised source has given, the same on every rank. Saved with a run's progress."""
         return {
             f"{self.names[k]}/{part}": float(value)
@@ -193,7 +193,7 @@ class Scorer:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from a `state`. A source that was not normalised when it was saved begins anew."""
+        """Continue from a `state`. A source that was not normalised when it was saved starts at count 0."""
         for k in self.moments:
             parts = {part: state.get(f"{self.names[k]}/{part}") for part in vars(Moments())}
             self.moments[k] = Moments() if None in parts.values() else Moments(**parts)
@@ -217,7 +217,7 @@ class Scorer:
         return torch.where(given, source.weight * values, 0)
 
     def _ask(self, read: Rollout) -> list[list[Placed]]:
-        """What each source from outside says, its steps at response columns."""
+        """The answers of each function and server, with steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
         prompts, responses = decoded(ids, self.tokenizer)
         answers = [source(prompts, responses, self.records(prompt_ids)) for source in self.outside.values()]
@@ -232,8 +232,8 @@ class Scorer:
         return []
 
     def _on_one_rank(self, compute: Callable[[], list]) -> list:
-        """What `compute` returns on one rank of each model copy, on all ranks of that copy. Where it raises UserError
-        on any copy, every rank raises the same one: none is left waiting for the others."""
+        """The result of `compute` on one rank of each model copy, on all ranks of that copy. If it raises UserError on
+        any copy, every rank raises the same one, so that no rank waits for the others."""
         if not self.outside:
             return []
         topology, answer, error = self.topology, [], None
@@ -257,7 +257,7 @@ class Scorer:
 def truncate(rollout: Rollout, *, token: int, after: int) -> tuple[Rollout, Tensor]:
     """(the rollout as the reward model reads it, (B,) bool: whether the token occurs).
 
-    Everything behind the first `token` at response column `after` or later becomes padding (detail P5,
+    Everything after the first `token` at response column `after` or later becomes padding (detail P5,
     lm-human-preferences lm_tasks.py). A response without one stays whole.
     """
     first = rollout.prompt_len
@@ -270,7 +270,7 @@ def truncate(rollout: Rollout, *, token: int, after: int) -> tuple[Rollout, Tens
 
 
 def _tensors(answers: list[Placed], mask: Tensor) -> Numbers:
-    """Answers from outside, on the device of `mask`. Steps that end in the same token add up."""
+    """Answers of a function or server, on the device of `mask`. Steps that end in the same token are added."""
     values = torch.zeros(len(mask), 1 + mask.shape[1])
     given = torch.zeros_like(values, dtype=torch.bool)
     for row, answer in enumerate(answers):
@@ -281,7 +281,7 @@ def _tensors(answers: list[Placed], mask: Tensor) -> Numbers:
 
 
 def _derived(source: SourceConfig) -> str:
-    """A name for a source that was given none."""
+    """A name for a source without a given one."""
     if source.checkpoint is not None:
         name = Path(source.checkpoint).absolute().name
     elif source.function is not None:

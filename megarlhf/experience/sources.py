@@ -1,7 +1,7 @@
-"""Scores from outside: a Python function, or a server over HTTP (docs/reward-server.md).
+"""Scores by a Python function, or by a server over HTTP (docs/reward-server.md).
 
-Both are called with the texts of prompts and of responses, and with the prompts' records where they take them. They
-give one answer for each response, or raise UserError: a finite number, or [end, score] pairs of its steps.
+Both are called with the texts of prompts and of responses, and with the prompts' records if they take them. They return
+one answer for each response (a finite number, or [end, score] pairs of its steps), or raise UserError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROTOCOL = 2  # of reward servers: with records
 
 Record = dict[str, Any]  # a line of the prompts' file, every key
 Steps = list[tuple[int, float]]  # (characters of the response up to the end of a step, its score), ends ascending
-Answer = float | Steps  # what a source says of a response
+Answer = float | Steps  # a source's answer for a response
 
 
 class FunctionScorer:
@@ -41,8 +41,8 @@ class FunctionScorer:
         function(prompts: list[str], responses: list[str]) -> list[Answer]
         function(prompts, responses, records: list[Record]) -> list[Answer]
 
-    It gets records if it has a parameter `records`, a third positional one without a default, or **keywords. An array
-    or a tensor of numbers will do as well. Raises UserError where it can be called in neither way.
+    It gets records if it has a parameter `records`, a third positional one without a default, or **keywords. It may
+    also return an array or a tensor of numbers. Raises UserError if it can be called in neither way.
     """
 
     def __init__(self, name: str):
@@ -56,7 +56,7 @@ class FunctionScorer:
         keywords = {"records": records} if self.how == "keyword" else {}
         try:
             scores = self.function(list(prompts), list(responses), *positional, **keywords)
-        except (Exception, SystemExit) as error:  # a rank that ends without a word would leave the others waiting
+        except (Exception, SystemExit) as error:  # a rank that only ends would leave the others waiting
             _, *frames = traceback.extract_tb(error.__traceback__)  # without this one
             place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
             raise UserError(f"function {self.name}: failed{place} ({_describe(error)}); mend it and start again")
@@ -64,9 +64,9 @@ class FunctionScorer:
 
 
 class RemoteScorer:
-    """A server at `url` that scores texts. It gets records if it has said, when asked for its health, that it speaks
-    protocol 2. What may pass (no connection, no whole answer within `timeout` seconds, HTTP 408, 429 and 5xx) is tried
-    again up to `retries` times, with growing waits; everything else is an error at once."""
+    """A server at `url` that scores texts. It gets records if its answer to GET /health has protocol 2. Temporary
+    failures (no connection, no complete answer within `timeout` seconds, HTTP 408, 429 and 5xx) are retried up to
+    `retries` times, with growing waits; other failures are errors at once."""
 
     def __init__(self, url: str, *, timeout: float, retries: int, batch_size: int):
         self.url = url.rstrip("/")
@@ -74,7 +74,7 @@ class RemoteScorer:
         self.protocol = 1
 
     def check_health(self) -> None:
-        """Raise UserError unless the server says that it is well. Learns the protocol that both speak."""
+        """Raise UserError unless the server answers. Sets the newest protocol that both support."""
         answer = self._exchange("/health", None, time.monotonic() + PATIENCE)
         said = answer.get("protocol", 1)
         if type(said) is not int or said < 1:
@@ -103,7 +103,7 @@ class RemoteScorer:
         return scores
 
     def _exchange(self, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
-        """The JSON object with which the server answers: a GET without `body`, else a POST."""
+        """The JSON object that the server answers: to a GET without `body`, else to a POST."""
         url = self.url + path
         data = None if body is None else json.dumps(body).encode()
         limit = ANSWER_BYTES + sum(100 + 40 * len(response) for response in (body["responses"] if body else ()))
@@ -132,7 +132,7 @@ class RemoteScorer:
                 raise UserError(f"{url}: the answer has more than {limit} bytes; is this a reward server?")
             except TimeoutError:
                 reason = f"no answer within {timeout:.3g} s"
-            except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: names that are none
+            except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: invalid names
                 if isinstance(error, UserError):
                     raise
                 reason = _describe(error)
@@ -176,7 +176,7 @@ def load_function(name: str) -> Callable[[list[str], list[str]], Any]:
 
 
 def records_parameter(function: Callable[..., Any], name: str) -> Literal["positional", "keyword"] | None:
-    """How `function` takes records; None: it does not. Raises UserError where it can be called neither with (prompts,
+    """How `function` takes records; None: it does not. Raises UserError if it can be called neither with (prompts,
     responses) nor with (prompts, responses, records)."""
     try:
         signature = inspect.signature(function)
@@ -246,7 +246,7 @@ def _steps(pairs: list[Any] | tuple[Any, ...], response: str, where: str) -> Ste
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a float that float32 holds, if it is one."""
+    """`value` as a float in the range of float32, else None."""
     try:
         number = float("nan" if isinstance(value, (str, bytes)) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -275,7 +275,7 @@ def _object(content: bytes, url: str) -> dict[str, Any]:
 
 
 def _said(reply: http_client.Reply) -> str:
-    """What the server says of its failure: the key 'error' of its answer, or how that begins."""
+    """The server's reason for a failure: the key 'error' of its answer, or the beginning of the answer."""
     try:
         return str(json.loads(reply.content)["error"])[:300]
     except (ValueError, KeyError, TypeError, RecursionError):

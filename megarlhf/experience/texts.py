@@ -1,4 +1,4 @@
-"""Between the tokens of a rollout and the texts that functions and servers score."""
+"""The texts of a rollout that functions and servers score, and the columns of their steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megarlhf.batch import Rollout
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience.sources import Answer
 
-Placed = float | list[tuple[int, float]]  # an `Answer` with response columns in the place of ends
+Placed = float | list[tuple[int, float]]  # an `Answer` with response columns instead of ends
 
 
 def token_ids(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Of each row the ids of the prompt, without a BOS in front, and of what counts of the response, without an EOS at
-    the end."""
+    """For each row the ids of the prompt, without a leading BOS, and those of the response that count, without a final
+    EOS."""
     first, found = rollout.prompt_len, []
     for tokens, segments, mask in zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), strict=True):
         prompt = tokens[:first][segments[:first] > 0].tolist()
