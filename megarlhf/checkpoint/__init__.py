@@ -7,7 +7,7 @@
     RUN/checkpoints/latest              the name of the newest complete step directory
 
 Weights have megatron's key names without a prefix; the optimizer lies beside them under `optimizer.`.
-This package knows no model class: it saves what has `sharded_state` and `load_sharded_state`.
+This package knows no model class: it saves objects with `sharded_state` and `load_sharded_state`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megarlhf.config import UserError
 __all__ = ["LATEST", "STATE", "CheckpointConfig", "Checkpoints", "Saveable", "inspect", "load", "read_state"]
 
 
-PATIENCE = 10.0  # seconds that the other ranks leave to the first to say why a save failed
+PATIENCE = 10.0  # seconds that the other ranks wait for rank 0 to report why a save failed
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When and how a run saves itself."""
+    """When and how a run saves checkpoints."""
 
     every: int = 100  # steps between saves; the last step is always saved
     keep: int = 2  # newest complete checkpoints to keep
@@ -66,7 +66,7 @@ class Checkpoints:
         return steps.latest(self.directory)
 
     def sweep(self) -> None:
-        """Remove what killed saves and removals have left. One rank, of a run that owns the directory."""
+        """Remove the leftovers of killed saves and removals. For one rank, of a run that owns the directory."""
         steps.sweep(self.directory)
 
     def save(
@@ -76,10 +76,10 @@ class Checkpoints:
         state: dict[str, Any],
         write_files: Callable[[Path], None],
     ) -> None:
-        """Write `step_{step}`. `state` is JSON; `write_files(directory)` adds what else belongs there (rank 0 only).
+        """Write `step_{step}`. `state` is JSON; `write_files(directory)` adds the other files (rank 0 only).
 
         The step directory gets its name, and `latest` its new content, after everything is on disk; a crash at any
-        moment leaves the previous checkpoint valid. With `asynchronous` that moment comes at a later `poll`.
+        moment leaves the previous checkpoint valid. With `asynchronous` a later `poll` does this.
         """
         self.finish()
         watchdog.phase("save", step)
@@ -110,7 +110,7 @@ class Checkpoints:
                     }
                     own_hash = checksums.write(partial, written)
                     steps.sync_tree(partial)
-                    lease.verify()  # all this took its time
+                    lease.verify()  # all this took a while
                     steps.publish(partial, final, own_hash)
                     steps.retire(final, self.config.keep)
             dist.barrier()
@@ -152,7 +152,7 @@ class Checkpoints:
             yield
         except (CheckpointException, CheckpointingException, OSError) as error:
             if getattr(error, "failures", None) == {}:  # on all ranks but the first, which has the causes
-                time.sleep(PATIENCE)  # and says them; then the watchdog ends this rank
+                time.sleep(PATIENCE)  # and reports them; then the watchdog ends this rank
                 raise
             raise UserError(
                 f"{directory}: cannot be written ({reason(error)}{self._free()}); make room or mend the file system, "

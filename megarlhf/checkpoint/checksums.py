@@ -2,10 +2,10 @@
 
     {"files": {"actor/__0_0.distcp": {"bytes": 1806318, "sha256": "..."}, ...}, "sha256": "..."}
 
-The last value is the SHA-256 of the file without it. The hashes of large files are made while these are written
-(`HashedFile`), so no file is read a second time for them. SHA-256 because `sha256sum` can check it anywhere and
-certificates of conversions have it too; a core with SHA instructions does about 1.5 GB/s, and the CRC-32 of torch's zip
-files, which nobody looks at, is left out in exchange (`without_crc`).
+The last value is the SHA-256 of the file without it. Large files are hashed while they are written (`HashedFile`), so
+no file is read a second time for its hash. SHA-256 because `sha256sum` can check it anywhere and certificates of
+conversions have it too; a core with SHA instructions does about 1.5 GB/s. In exchange torch's zip files have no CRC-32,
+which loading does not check (`without_crc`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Checksum:
-    """What a file must be."""
+    """The size and hash of a file."""
 
     bytes: int
     sha256: str
@@ -64,7 +64,7 @@ class HashedFile:
 
 @contextlib.contextmanager
 def without_crc() -> Iterator[None]:
-    """torch.save writes no CRC-32 into its zip files: nothing that loads them looks at it."""
+    """torch.save writes no CRC-32 into its zip files: loading does not check it."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -85,14 +85,14 @@ def write(root: Path, known: dict[str, Checksum]) -> str:
 
 
 def own(root: Path) -> str | None:
-    """The hash that checksums.json has of itself; None where there is no such file."""
+    """The hash that checksums.json has of itself; None without such a file."""
     files = _read(root)
     return None if files is None else _text(files)[1]
 
 
 def find(directory: Path) -> tuple[Path, dict[str, Checksum]] | None:
-    """(root, files) for a checkpoint directory, or for a model directory in one: then the files of the model and what
-    there is of the small ones of the checkpoint. None if nothing says what they must be. Raises UserError for a damaged
+    """(root, files) for a checkpoint directory, or for a model directory in one: then the files of the model and the
+    existing small ones of the checkpoint. None if they have no checksums. Raises UserError for a damaged
     checksums.json."""
     directory = directory.resolve()  # a link to a model must not hide the checkpoint that it is in
     files = _read(directory)
@@ -111,8 +111,8 @@ def find(directory: Path) -> tuple[Path, dict[str, Checksum]] | None:
 
 
 def damage(directory: Path, *, small: bool = False, rank: int = 0, size: int = 1) -> str | None:
-    """What is wrong with the first damaged file of `directory`, if one is. `small`: of the small files alone. Of `size`
-    ranks each looks at its share, about as many bytes as the others."""
+    """A description of the first damaged file of `directory`, or None. `small`: check small files alone. Each of `size`
+    ranks checks its share, of about equally many bytes."""
     try:
         found = find(directory)
     except UserError as error:
@@ -132,7 +132,7 @@ def damage(directory: Path, *, small: bool = False, rank: int = 0, size: int = 1
 
 
 def verify_directory(directory: Path, *, small: bool = False) -> str:
-    """`damage` on one process, as a UserError; what was found right, in words."""
+    """Raise `damage` on one process as a UserError; else return a note on the checked files."""
     text = damage(directory, small=small)
     if text:
         raise UserError(text)

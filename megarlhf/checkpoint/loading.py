@@ -1,4 +1,4 @@
-"""Model directories read back: what they hold (`inspect`) and the tensors themselves (`load`)."""
+"""Read model directories: the names and shapes of their tensors (`inspect`), and the tensors (`load`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarlhf.config import UserError
 
 
 class Saveable(Protocol):
-    """What this package saves and loads; `engine.Engine` is one."""
+    """The interface of models that this package saves and loads; `engine.Engine` has it."""
 
     def sharded_state(
         self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
         loaded = dist_checkpointing.load(state, str(directory), strategy, strategies.LoadCommonStrategy())
     except UserError:
         raise
-    # what the files say is used in too many places to tell which errors a wrong value leads to
+    # a wrong value in the files can raise many types of errors
     except (CheckpointException, CheckpointingException, Exception) as error:
         raise UserError(f"{directory}: cannot be loaded ({reason(error)}); use another checkpoint")
     model.load_sharded_state(loaded, weights_only=weights_only, fresh=fresh)
@@ -104,7 +104,7 @@ def verify_files(directory: Path) -> None:
 
 
 def raise_together(failure: str | None) -> None:
-    """What went wrong on this rank, if something did; a UserError on all ranks with that of the first. Collective."""
+    """Raise a UserError on all ranks if any has a `failure`; its text is that of the first such rank. Collective."""
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, failure)
     if any(everyone):

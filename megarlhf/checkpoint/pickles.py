@@ -35,7 +35,7 @@ ALLOWED = {
     "torch._utils": {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter"},
     "torch.serialization": {"_get_layout"},
 }  # fmt: skip
-# What the index of a torch_dist directory may name.
+# The names that the index of a torch_dist directory may contain.
 ALLOWED_IN_METADATA = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -55,7 +55,7 @@ STUBBED = ("megatron", "nemo", "nemo_aligner", "numpy", "transformer_engine", "a
 
 
 class Stub:
-    """Stands for an object of a package that conversion does not need; swallows whatever it is made of."""
+    """A placeholder for an object of a package that conversion does not need; ignores its arguments and state."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -96,7 +96,7 @@ class _MetadataUnpickler(Unpickler):
 
 
 class _Module:
-    """What torch.load wants as its `pickle_module`."""
+    """The `pickle_module` of torch.load."""
 
     __name__ = "megarlhf.checkpoint.pickles"
 
@@ -128,12 +128,12 @@ def read(path: Path, *, foreign: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore the file")
     except UserError as error:
         raise UserError(f"{path}: {error}")
-    except Exception as error:  # a damaged file raises nearly anything
+    except Exception as error:  # a damaged file raises many types of errors
         raise UserError(f"{path}: damaged ({_reason(error)}); copy it again")
 
 
 def read_object(content: io.BytesIO) -> Any:
-    """What torch.save wrote into one of the objects among the tensors of a torch_dist directory."""
+    """The value that torch.save wrote into an object among the tensors of a torch_dist directory."""
     return torch.load(content, map_location="cpu", weights_only=False, pickle_module=_OURS)
 
 
@@ -147,7 +147,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is {directory} a complete checkpoint?")
     except UserError as error:
         raise UserError(f"{path}: {error}")
-    except Exception as error:  # a broken pickle raises nearly anything
+    except Exception as error:  # a damaged pickle raises many types of errors
         raise UserError(f"{path}: damaged ({_reason(error)}); copy the checkpoint again")
     if not isinstance(metadata, Metadata):
         raise UserError(f"{path}: holds a {type(metadata).__name__} instead of checkpoint metadata")

@@ -1,11 +1,11 @@
-"""The step directories of a run, as names in a directory: which is the newest, and how they come and go.
+"""The step directories of a run: their names, the newest, publication and removal.
 
 step_00000100            complete, once it has this name
 step_00000100.partial    being written
-step_00000100.replaced   complete, while a new one gets its name
+step_00000100.replaced   complete, while a new one is renamed to its name
 step_00000100.removing   being removed
 latest                   the name of the newest complete one, and the hash of its checksums.json in a second line,
-                         which may be left out by who writes a name by hand
+                         which may be left out if the name is written by hand
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_complete(path: Path) -> bool:
 
 
 def pointed(directory: Path) -> Path | None:
-    """The step directory that `latest` names, which may not exist; None where there is no `latest`."""
+    """The step directory that `latest` names, which may not exist; None without `latest`."""
     pointer = directory / LATEST
     remedy = "write the name of a complete step directory into it"
     try:
@@ -62,11 +62,11 @@ def pointed(directory: Path) -> Path | None:
 
 
 def latest(directory: Path) -> Path | None:
-    """The step directory to go on from: the one that `latest` names, or the newest where there is no `latest`."""
+    """The step directory to resume from: the one that `latest` names, or the newest if there is no `latest`."""
     path = pointed(directory)
     if path is None:
         return next(reversed(complete(directory)), None)
-    aside = path.with_name(path.name + REPLACED)  # whole, if a kill came just before the new one got the name
+    aside = path.with_name(path.name + REPLACED)  # complete, if a kill came just before the new one was renamed
     for found in (path, aside):
         if is_complete(found):
             return found
@@ -77,10 +77,10 @@ def latest(directory: Path) -> Path | None:
 
 
 def publish(partial: Path, final: Path, own_hash: str) -> None:
-    """Give `partial`, which is on the disk, the name `final`, then let `latest` name it. A kill at any moment leaves a
-    complete directory that `latest` (above) finds."""
+    """Rename `partial`, which is on the disk, to `final`, then write its name into `latest`. A kill at any moment
+    leaves a complete directory that `latest` (above) finds."""
     aside = final.with_name(final.name + REPLACED)
-    if final.exists():  # the same step, saved by a run that somebody went back from
+    if final.exists():  # the same step, saved before the run resumed from an earlier one
         with contextlib.suppress(UserError):
             if pointed(final.parent) == final:
                 _point(final.parent, f"{final.name}\n")  # the hash of the old and of the new one differ
@@ -100,7 +100,7 @@ def _point(directory: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a step directory; a kill meanwhile leaves a name that says so."""
+    """Remove a step directory; a kill meanwhile leaves a name with REMOVING."""
     if path.exists():
         doomed = path.with_name(path.name.split(".")[0] + REMOVING)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -110,12 +110,12 @@ def remove(path: Path) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what saves and removals that were killed or failed have left; the disk may be full of it."""
+    """Remove the leftovers of killed or failed saves and removals, which may fill the disk."""
     for path in directory.glob(f"step_*{REPLACED}"):
         final = path.with_name(path.name.removesuffix(REPLACED))
         if is_complete(final):
             remove(path)
-        else:  # killed just before the new one got the name
+        else:  # killed just before the new one was renamed
             with contextlib.suppress(OSError):
                 os.replace(path, final)
     for suffix in (PARTIAL, REMOVING):
@@ -124,8 +124,8 @@ def sweep(directory: Path) -> None:
 
 
 def retire(newest: Path, keep: int) -> None:
-    """Keep the newest `keep` complete directories. Those beyond `newest` are of a run that somebody went back from and
-    count for nothing: each goes when this run comes to its step, or past it."""
+    """Keep the newest `keep` complete directories. Those after `newest` were saved before the run resumed from an
+    earlier step; they are neither counted nor removed before the run reaches their step."""
     mine = [path for path in complete(newest.parent) if path.name <= newest.name]
     for path in mine[:-keep]:
         remove(path)

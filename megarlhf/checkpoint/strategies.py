@@ -1,12 +1,12 @@
-"""megatron-core's way to save and load torch_dist directories, with parts of our own.
+"""megatron-core's strategies that save and load torch_dist directories, with parts of our own.
 
 Writing: every file is hashed while it is written. A synchronous save writes with threads, an asynchronous one in one
-forked process, which ends with its rank, however that ends; each save has results of its own. (Megatron's writer forks
+forked process, which is killed when its rank ends; each save has its own queue of results. (Megatron's writer forks
 for every file, leaves these processes behind when a rank is killed, and has one queue for the results of all saves, so
 that two models saved together can get each other's.)
 
-Reading: nothing is unpickled but what `pickles` allows. (Megatron and torch unpickle `.metadata` and the objects among
-the tensors as they come.)
+Reading: only names that `pickles` allows are unpickled. (Megatron and torch unpickle any name in `.metadata` and in the
+objects among the tensors.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if "serialization_format" in inspect.signature(dcp._write_item).parameters:
 
 @contextlib.contextmanager
 def _replaced(module: ModuleType, **ours: Any) -> Iterator[None]:
-    """Within, `module` finds our objects under the names that it uses."""
+    """Within the context, our objects replace attributes of `module`."""
     theirs = {name: getattr(module, name) for name in ours}
     for name, value in ours.items():
         setattr(module, name, value)
@@ -78,8 +78,8 @@ class SaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
 
 
 class _Results:
-    """How the results of one save come back from the process that wrote, once it has ended: in a file in memory, which
-    takes any amount without anybody reading meanwhile."""
+    """The results of one save, from the process that writes; they are read after it has ended. A file in memory, so
+    that writing any amount does not wait for a reader."""
 
     def __init__(self):
         self.rank_pid = os.getpid()
@@ -116,7 +116,7 @@ class _Writer(filesystem_async.FileSystemWriterAsync):
         """Write the files of this rank; the name is megatron's, which calls it in the rank or in a forked process."""
         if os.getpid() != results.rank_pid:
             _end_with(results.rank_pid)
-            gc.disable()  # it could meet tensors of the rank's GPU
+            gc.disable()  # it could free tensors of the rank's GPU
         try:
             with checksums.without_crc(), ThreadPoolExecutor(len(write_buckets)) as pool:
                 written = list(pool.map(partial(_write_file, transforms), write_buckets))
@@ -144,13 +144,13 @@ def _write_file(transforms: list, bucket: filesystem_async.WriteBucket) -> list[
 
 
 def _end_with(rank_pid: int) -> None:
-    """This process, which the rank's main thread forked, is killed when the rank ends, however that ends. Signals that
-    ask a whole job for a save are the rank's affair."""
+    """Have this process, which the rank's main thread forked, killed when the rank ends. Ignore the signals that ask a
+    whole job for a save: the rank handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != rank_pid:  # it ended before that call
+    if os.getppid() != rank_pid:  # the rank ended before that call
         os._exit(1)
 
 

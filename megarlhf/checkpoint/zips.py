@@ -1,4 +1,4 @@
-"""The CRC-32 of zip members, which torch.save writes and torch.load does not look at."""
+"""The CRC-32 of zip members, which torch.save writes and torch.load does not check."""
 
 from __future__ import annotations
 
