@@ -1,7 +1,7 @@
-"""The one place where CPU and CUDA differ, as most files see it: the device, megatron on it, and the process group.
+"""The differences between CPU and CUDA for most files: the device, megatron on it, and the process group.
 
 On CUDA: NCCL, Transformer Engine layers (bfloat16) and TE/apex fused Adam where they import; `cuda.py` has what must be
-right before that. On CPU: unmodified megatron-core over gloo, by way of the folder megarlhf/cpu. Code elsewhere asks
+right before that. On CPU: unmodified megatron-core over gloo, by way of the directory megarlhf/cpu. Code elsewhere asks
 this module, `operations` or `cuda_graphs`, and never asks for a device type itself.
 
 `install()` is called once by a program, before megatron is first imported; it is never called at import.

@@ -32,7 +32,7 @@ VARIABLE = "MEGARLHF_SECRET"
 READ_SECONDS = 30.0  # until a file that rank 0 has written must be seen on the other nodes
 FIRST_LINES = 512  # bytes of a line before the other end has proved that it knows the secret
 LINE = 2**20  # bytes of a line after that
-DEAD_SECONDS = 45  # after which a machine that acknowledges nothing is taken for gone
+DEAD_SECONDS = 45  # after which a machine that acknowledges nothing is considered lost
 
 
 class Lines:
@@ -94,7 +94,7 @@ class Channel:
 
 
 def fingerprint(secret: bytes) -> str:
-    """A hash that identifies the secret without telling it."""
+    """A hash that identifies the secret without revealing it."""
     return hashlib.sha256(b"megarlhf " + secret).hexdigest()[:32]
 
 
@@ -108,7 +108,7 @@ def make_secret(directory: Path, world_size: int) -> bytes:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for debris in directory.glob(".watchdog-*"):  # of a start that was killed
-                with contextlib.suppress(OSError):  # it is somebody else's, or another start has removed it
+                with contextlib.suppress(OSError):  # it is another user's, or another start has removed it
                     if time.time() - debris.stat().st_mtime > 86400:
                         debris.unlink()
             descriptor = os.open(_path(directory, fingerprint(secret)), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

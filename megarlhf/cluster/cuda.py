@@ -1,4 +1,4 @@
-"""What must be right before CUDA is used: the environment, the device of each rank, and complete libraries.
+"""The preconditions of CUDA: the environment, the device of each rank, and complete libraries.
 
 `cluster/backend.py` calls these functions; none of them uses a device.
 """
@@ -12,11 +12,11 @@ from collections.abc import Callable, MutableMapping
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.config import UserError
 
-# What the driver, torch's allocator and NCCL read from the environment when they start; what a user set there stays.
+# Variables that the driver, torch's allocator and NCCL read when they start; values that a user has set are kept.
 ENVIRONMENT = {
     # One queue: the gathers and scatters of sequence parallelism begin before the products that they overlap with.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # The memory of gradients comes and goes at every step; a segment of fixed size stays for one small tensor in it.
+    # Gradients are allocated and freed at every step; one small tensor would keep a segment of fixed size.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     # NCCL in a CUDA graph would register memory that such segments move: an illegal access.
     "NCCL_GRAPH_REGISTER": "0",
@@ -61,7 +61,7 @@ def hide_unusable(on_cuda: bool) -> None:
 
 def load_transformer_engine() -> None:
     """Import Transformer Engine, if it is installed, before megatron does. Megatron takes any ImportError for "not
-    installed", and ends with a traceback on another error. Raises UserError where it is installed but does not load."""
+    installed", and ends with a traceback on another error. Raises UserError if it is installed but does not load."""
     if importlib.util.find_spec("transformer_engine") is None:
         return
     try:

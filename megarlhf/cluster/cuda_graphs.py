@@ -10,12 +10,12 @@ from megarlhf.cluster.device import on_cuda
 
 
 def captures() -> bool:
-    """Whether `captured` records: then the tensors of its step must stay where they are."""
+    """Whether `captured` records: then the tensors of its step must keep their addresses."""
     return on_cuda()
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """`step`, which works on tensors that stay where they are, as a CUDA graph: the first two calls run it as it is,
+    """`step`, which works on tensors with fixed addresses, as a CUDA graph: the first two calls run it as it is,
     since libraries tune and allocate then; the third records it. On CPU, `step` itself."""
     return _Captured(step) if captures() else step
 

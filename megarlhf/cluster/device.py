@@ -21,7 +21,7 @@ def on_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live."""
+    """The device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
@@ -70,6 +70,6 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def fuses_wgrad() -> bool:
-    """Whether linear layers add their weights' gradients to `main_grad` inside the GEMM: apex's kernel does, and what
-    stands for it on a CPU."""
+    """Whether linear layers add their weights' gradients to `main_grad` inside the GEMM: apex's kernel does, and so
+    does its replacement on a CPU."""
     return not on_cuda() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

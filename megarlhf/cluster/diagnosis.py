@@ -1,4 +1,4 @@
-"""What ranks report of themselves, and which of them hold up the others. Pure functions."""
+"""The reports of ranks on themselves, and which ranks delay the others. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_INNERMOST = 12  # calls of a stack that are shown whosever they are
+_INNERMOST = 12  # innermost calls of a stack, which are always shown
 _OURS = "megarlhf/"
 _WAITS = ("torch/distributed/", "megarlhf/cpu/collectives.py", "megarlhf/cpu/shared_memory.py")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank reports of itself."""
+    """The report of a rank on itself."""
 
     rank: int
     node: str
@@ -36,7 +36,7 @@ class Beat:
 
 
 def parse_beat(values: Any) -> Beat:
-    """A received message as a Beat. Raises ValueError if it is none."""
+    """A received message as a Beat. Raises ValueError if it is invalid."""
     kinds = {"rank": int, "node": str, "pid": int, "phase": str, "step": (int, type(None)), "count": int, "stack": list}
     sound = isinstance(values, dict) and values.keys() == kinds.keys()
     if not (sound and all(isinstance(values[name], kind) for name, kind in kinds.items())):
@@ -46,7 +46,7 @@ def parse_beat(values: Any) -> Beat:
 
 @dataclass
 class Seen:
-    """What rank 0 knows of a rank; times are of rank 0's clock."""
+    """Rank 0's record of a rank; times are by rank 0's clock."""
 
     beat: Beat | None  # None: it has not come yet
     heard: float  # when its last beat came
@@ -54,7 +54,7 @@ class Seen:
 
 
 def diagnosis(seen: dict[int, Seen], now: float, silence: float) -> tuple[str, list[int]]:
-    """Which ranks hold up the others: (the text for the user, these ranks).
+    """Which ranks delay the others: (the text for the user, these ranks).
 
     In this order: ranks not heard of for `silence` seconds (stopped, or their machine is cut off); ranks that have
     entered fewer phases than others; ranks that do not wait in a collective while others do; the ranks whose stack is

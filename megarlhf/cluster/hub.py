@@ -1,8 +1,8 @@
 """Rank 0's side of the watchdog: it receives the messages of every rank and decides when the job must end.
 
 One thread does all of it. It listens on rank 0's own address alone. Until a connection has proved that it knows the
-job's secret (channel.py), it gets a few seconds and a short line. Strangers cannot crowd out the ranks: when there are
-too many, the oldest is closed. A rank connects once.
+job's secret (channel.py), it gets a few seconds and a short line. Such connections cannot crowd out the ranks: when
+there are too many, the oldest is closed. A rank connects once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarlhf.cluster.slurm import JobConfig
 GRACE = 2.0  # seconds that rank 0 waits for a better explanation than "I lost a peer"
 ERROR, FAILURE = 2, 1  # exit statuses: the user's mistake, anything else
 FIRST_WORD = 10.0  # seconds in which a connection proves that it is a rank
-PROBE_SECONDS = 5.0  # for a node to answer, when the ways between nodes are looked at
+PROBE_SECONDS = 5.0  # for a node to answer, when connections between nodes are checked
 _SPARE = 64  # connections without proof, beyond one a rank
 
 
@@ -58,7 +58,7 @@ class _Peer:
     nonce: bytes
     lines: Lines = dataclasses.field(default_factory=Lines)
     channel: Channel | None = None  # None: its nonce has not come
-    rank: int | None = None  # None: it has not proved anything
+    rank: int | None = None  # None: it has no proof yet
 
 
 class Hub(threading.Thread):
@@ -105,7 +105,7 @@ class Hub(threading.Thread):
                 verdict = self.verdict(self.clock.seconds)
                 if verdict is not None and not self.closing.is_set():
                     self.end(*verdict)
-        except Exception:  # a mistake of ours must not leave the job without its watchdog
+        except Exception:  # an error here must not leave the job without its watchdog
             try:
                 self.end(f"megarlhf: the watchdog failed\n{traceback.format_exc()}", FAILURE, None, None)
             finally:
@@ -255,7 +255,7 @@ class Hub(threading.Thread):
         if self.trouble is not None and now - self.trouble < GRACE:
             return None
         if self.gone:
-            # Seen from outside, one killed rank takes others with it: the first to go is the one to name.
+            # One killed rank makes others end: name the first that was lost.
             rank, reason = self.gone[0]
             who = self.seen[rank].beat
             if reason is not None:

@@ -75,14 +75,14 @@ def reach(rendezvous: Rendezvous, store: dist.Store) -> None:
                     "the compute nodes"
                 )
             store.set("reached/all", "yes")
-        store.get("reached/all")  # the listeners stay open until everybody has tried
+        store.get("reached/all")  # the listeners stay open until all nodes have tried
 
 
 def compare(rendezvous: Rendezvous, config: str) -> None:
     """Check that all ranks have the same versions and configuration, free devices, similar clocks and speeds.
     Collective. `config`: the resolved configuration as YAML.
 
-    Raises UserError on all ranks for what cannot work. Rank 0 prints what is only slow or odd, and one line of figures.
+    Raises UserError on all ranks for errors. Rank 0 prints warnings, and one line of figures.
     """
     started = time.monotonic()
     facts = _gather(_facts(rendezvous, config))
@@ -92,7 +92,7 @@ def compare(rendezvous: Rendezvous, config: str) -> None:
     if errors:
         raise UserError("; ".join(errors))
     rounds = [_gather(_speed())]
-    while len(rounds) < ROUNDS and slow(facts, rounds):  # all ranks see the same: all go on, or none
+    while len(rounds) < ROUNDS and slow(facts, rounds):  # all ranks see the same rounds and decide alike
         rounds.append(_gather(_speed()))
     remarks += slow(facts, rounds)
     if rendezvous.rank == 0:
@@ -105,7 +105,7 @@ def compare(rendezvous: Rendezvous, config: str) -> None:
 
 
 def judge(facts: list[Facts]) -> tuple[list[str], list[str]]:
-    """(what must stop the run, what is worth a remark), each naming ranks and hosts. Pure."""
+    """(errors, warnings), each naming ranks and hosts. Pure."""
     errors, remarks = [], []
     for name in (*PACKAGES, "python"):
         errors += _odd(facts, lambda fact, name=name: fact.versions.get(name, "missing"), name, "the same environment")

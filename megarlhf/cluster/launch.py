@@ -10,7 +10,7 @@ decides, because the inner launcher leaves the outer one's variables in place:
     4. A Slurm step (srun). No MPI is needed; srun's --mpi= makes no difference.
     5. One process.
 
-`resolve()` is what programs call. It adds what only the machine knows, and fails within seconds where torch would retry
+Programs call `resolve()`. It adds the facts that only the machine has, and fails within seconds where torch would retry
 silently for five minutes. This module imports neither torch nor megatron, so a bad launch line is reported at once.
 
 `python -m megarlhf.cluster.launch`, started in place of the training program, tests a launch line.
@@ -39,7 +39,7 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
-# slurm.h: ids from here on are no steps that srun made (0xfffffffa interactive shell, 0xfffffffb batch script, ...).
+# slurm.h: ids from here on are not steps of srun (0xfffffffa interactive shell, 0xfffffffb batch script, ...).
 _FIRST_SPECIAL_STEP = 0xFFFFFFFA
 
 
@@ -68,7 +68,7 @@ class Rendezvous:
 
 
 def rendezvous(env: Mapping[str, str]) -> Rendezvous:
-    """What the environment says. Fields that it cannot tell are None: `node` outside Slurm, the address under an mpirun
+    """The Rendezvous in the environment. Fields not given are None: `node` outside Slurm, the address under an mpirun
     without MASTER_ADDR and MASTER_PORT, the port of a single process.
 
     Raises UserError naming the variable that is missing, not a number or in contradiction to another.
@@ -146,7 +146,7 @@ def exchange_over_mpi(found: Rendezvous) -> Rendezvous:
     """Fill in the address and port that mpirun's environment lacks: rank 0's, broadcast by mpi4py. Collective.
 
     Between nodes the address is rank 0's host name; the other nodes must be able to resolve it. MPI is finalised
-    again, for torch needs it no more and a rank that dies later must not hang its peers in MPI_Finalize.
+    again, since torch does not need it and a rank that dies later must not hang its peers in MPI_Finalize.
     """
     remedy = "give rank 0's address by hand: MASTER_ADDR=host MASTER_PORT=29500 (Open MPI: mpirun -x MASTER_ADDR ...)"
     # The wheel holds one build for each MPI; left alone it takes the first library it finds, not mpirun's.
@@ -224,7 +224,7 @@ def await_rank0(found: Rendezvous, *, timeout: float = 300) -> None:
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """The result of `work`, or the exception it raised, or a TimeoutError. For calls that have no time-out of their own
-    and block signals: getaddrinfo with a name server that is down, torch's store at a stranger's port."""
+    and block signals: getaddrinfo with a name server that is down, torch's store at another program's port."""
     answer: list = []
 
     def run():
@@ -329,7 +329,7 @@ def _refuse_alone_in_a_job(env: Mapping[str, str]) -> None:
             f"SLURM_PROCID={env['SLURM_PROCID']} is one task's of a job step, but SLURM_STEP_ID is missing; pass all "
             "SLURM_ variables on to the program"
         )
-    # Who wants one device of several says so in CUDA_VISIBLE_DEVICES, which Slurm sets to all of them.
+    # A user selects one device of several in CUDA_VISIBLE_DEVICES, which Slurm sets to all of them.
     gpus = env["CUDA_VISIBLE_DEVICES"].count(",") + 1 if "CUDA_VISIBLE_DEVICES" in env else number("SLURM_GPUS_ON_NODE")
     if gpus > 1 and "SLURM_GPUS_ON_NODE" in env:
         raise UserError(f"{job} has {gpus} GPUs on this node, {alone}; {srun}, with a task for each GPU")

@@ -35,9 +35,9 @@ RENEWAL = 5.0  # seconds between renewals
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease."""
+    """The holder of a lease."""
 
-    token: str  # no two holders have the same
+    token: str  # different for every holder
     job: str | None  # Slurm's id
     restart: int  # how often Slurm has restarted this job
     host: str
@@ -96,7 +96,7 @@ class Lease:
             self.run.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 if (found := self._read()) is None:
-                    time.sleep(0.1)  # it was released this moment
+                    time.sleep(0.1)  # it has just been released
                     continue
                 holder, renewed = found
                 age = self._now() - renewed
@@ -129,9 +129,9 @@ class Lease:
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def verify(self) -> None:
-        """Raises UserError if the lease was taken over. Costs nothing where that cannot have happened."""
+        """Raises UserError if the lease was taken over. Costs nothing if that cannot have happened."""
         if self.lost is None and _clock() - self.renewed > LIMIT / 2:
-            self._renew()  # this process stood still, or the file system did
+            self._renew()  # this process was stopped, or the file system hung
         if self.lost is not None:
             raise UserError(self.lost)
 
@@ -152,7 +152,7 @@ class Lease:
             now = _clock()
             with contextlib.suppress(OSError):  # a file system that does not answer: not renewed
                 found = self._read()
-                if found is None and self._create():  # somebody has cleaned up
+                if found is None and self._create():  # the lease file was removed
                     return
                 if found is None or found[0].token != self.holder.token:
                     by = f" by {found[0]}" if found else ""
@@ -171,7 +171,7 @@ class Lease:
         try:
             os.write(file, json.dumps(dataclasses.asdict(self.holder)).encode() + b"\n")
         except OSError:
-            self.path.unlink()  # nobody could tell whose it is
+            self.path.unlink()  # its holder would be unknown
             raise
         finally:
             os.close(file)
@@ -205,9 +205,9 @@ class Lease:
 
     def _remove(self, token: str, renewed: float | None = None) -> bool:
         """Remove the lease with this token, last renewed at `renewed`; False if it is not this one any more, or if
-        somebody else is removing it. Whoever creates the claim may remove it: of several jobs one alone. A claim whose
-        maker was killed in the middle stays, and the next one stands behind it: of those who see that it is old, one
-        alone creates that. No claim counts once the lease is gone, because no other has its token."""
+        another job is removing it. Only the job that creates the claim file may remove the lease. The claim of a job
+        that was killed meanwhile stays; of the jobs that find it old, only the one that creates the next claim may
+        remove the lease. Claims have no effect after the lease is removed, because no other has its token."""
         claim = self.path.with_name(f"{NAME}.{token}.claim")
         while True:
             began = _clock()
@@ -225,7 +225,7 @@ class Lease:
             found = self._read()
             if found is None or found[0].token != token or renewed not in (None, found[1]):
                 return False
-            if _clock() - began > LIMIT / 2:  # the file system hung: somebody may have the next claim
+            if _clock() - began > LIMIT / 2:  # the file system hung: another job may have the next claim
                 return False
             self.path.unlink()
             return True

@@ -14,7 +14,7 @@ from megarlhf.config import UserError
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one model is laid over ranks. The data-parallel size is the number of ranks divided by the model's ranks."""
+    """The layout of a model over ranks. The data-parallel size is the number of ranks divided by the model's ranks."""
 
     tensor: int = 1  # ranks that share each layer's matrices
     pipeline: int = 1  # ranks that hold consecutive layers

@@ -38,7 +38,7 @@ TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, to be starte
 
 @dataclass(frozen=True)
 class JobConfig:
-    """How a run lives in its job. Times in minutes."""
+    """The options of a run in a job. Times in minutes."""
 
     margin_minutes: float = 3.0  # to spare at the job's end, beyond the longest recent step and save
     max_requeues: int = 100  # by the run itself; Slurm's own, after a node failure, count too
@@ -173,14 +173,14 @@ def _restarts() -> int:
 
 @dataclass(frozen=True)
 class _Record:
-    """What starts.json says of one job. Attempts are numbered as Slurm counts restarts."""
+    """The entry of one job in starts.json. Attempts are numbered as Slurm counts restarts."""
 
     attempt: int = -1  # the last one that came to its loop
     step: int = -1  # after which that began
-    failures: int = 0  # of the attempts that began after that step, so many failed
+    failures: int = 0  # number of the attempts from that step that failed
     failed: int = -1  # the last attempt that failed
     what: str = ""  # how
-    alike: int = 0  # so many attempts in a row failed in that way
+    alike: int = 0  # number of attempts in a row that failed in that way
 
 
 def _count_start(run: Path, step: int) -> None:
@@ -202,7 +202,7 @@ def _count_start(run: Path, step: int) -> None:
 
 def _repeats(run: Path, failure: str) -> bool:
     """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same. After a TERM
-    nothing counts: whoever preempts a job ends its ranks one after the other."""
+    no failure counts: preemption ends the ranks one after the other."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or signals.asked() == signals.END:
         return False
@@ -219,7 +219,7 @@ def _repeats(run: Path, failure: str) -> bool:
 
 
 def _read_records(run: Path) -> dict[str, _Record]:
-    """By job: one that fails before it has the run directory may write beside the one that has it."""
+    """The records by job: a job that fails before it has the lease may write beside the one that has it."""
     try:
         records = json.loads((run / STARTS).read_text())
         return {job: config.from_dict(_Record, record, str(run / STARTS)) for job, record in records.items()}

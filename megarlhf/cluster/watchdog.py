@@ -2,7 +2,7 @@
 
 A side channel over TCP joins every rank to rank 0 (hub.py), apart from NCCL and gloo and served by threads of its own,
 so it works while the main thread is stuck in a collective. Both ends prove that they know the job's secret
-(channel.py). torch's store, which anybody can write, only tells the hub's address. Over the channel go
+(channel.py). torch's store, which has no authentication, only has the hub's address. Over the channel go
 
     rank -> rank 0   a beat every few seconds: phase, step, number of phases entered, the main thread's Python stack;
                      an error, before the rank exits; "bye"
@@ -58,7 +58,7 @@ def start(rendezvous: Rendezvous, store: Any, job: JobConfig, directory: Path) -
     any kind) and the secret from `directory`, which all nodes share.
 
     If ranks do not join within `JobConfig.join_minutes`, a message names them and their nodes, and all ranks exit.
-    Raises UserError where the channel cannot be set up.
+    Raises UserError if the channel cannot be set up.
     """
     global _watch
     assert _watch is None
@@ -130,7 +130,7 @@ class _Watch:
             threading.Thread(target=loop, name=f"watchdog {loop.__name__}", daemon=True).start()
 
     def connect(self, address: str, port: int, secret: bytes) -> None:
-        """Open the channel. Strangers that crowd the port may push this rank out; then it tries again."""
+        """Open the channel. Too many other connections may close this rank's; then it tries again."""
         deadline = time.monotonic() + 60 * self.job.join_minutes
         while True:
             try:
@@ -143,7 +143,7 @@ class _Watch:
                 self.send(beat=dataclasses.asdict(self.beat()))
                 self.lines.limit = channel.LINE
                 self.socket.settimeout(60 * self.job.join_minutes)  # rank 0 knows this rank now: it may come once
-                self.take(self.channel.unpack(self.next_line()))  # nobody else could have written it
+                self.take(self.channel.unpack(self.next_line()))  # only rank 0 can have written it
                 channel.notice_death(self.socket)
                 self.socket.settimeout(self.interval)
                 return
@@ -170,7 +170,7 @@ class _Watch:
     def enter(self, name: str, step: int | None) -> None:
         new = step != self.step
         self.phase, self.step, self.count = name, step, self.count + 1
-        if new:  # rank 0 shall know in which step a rank was killed
+        if new:  # rank 0 needs the step in which a rank is killed
             self.stepped.set()
 
     def beat(self) -> Beat:
@@ -221,7 +221,7 @@ class _Watch:
             self.lost(how)
 
     def take(self, message: dict[str, Any]) -> bool:
-        """Do what rank 0 says; whether that was the last word."""
+        """Handle a message of rank 0; returns whether it was the last."""
         match message:
             case {"rank0": dict(values)}:
                 self.rank0 = parse_beat(values)
@@ -234,12 +234,12 @@ class _Watch:
                 self.send(unreached=probe.unreached(self.rendezvous.node, places, PROBE_SECONDS))
             case {"bye": True}:
                 return True
-            case {"status": int(status)} if self.hub is None:  # rank 0 leaves when all have heard
+            case {"status": int(status)} if self.hub is None:  # rank 0 leaves when all have received it
                 os._exit(ERROR if status == ERROR else FAILURE)
         return False
 
     def lost(self, how: str) -> None:
-        """Without rank 0 nobody can be asked who speaks: rank 1 does, and the first rank of every other node."""
+        """Without rank 0, rank 1 and the first rank of every other node print the message."""
         if not self.all_here.is_set():
             time.sleep(GRACE)  # a TERM that has ended rank 0 comes to this one, too, and asks for no other attempt
         if self.rendezvous.rank == 1 or self.rendezvous.local_rank == 0:
@@ -249,7 +249,7 @@ class _Watch:
             who = f"rank {self.rendezvous.rank} on {self.rendezvous.node}"
             say(f"megarlhf [{who}]: {self.rank0 or 'rank 0'} {how}{stack}{requeued}")
         else:
-            time.sleep(2 * GRACE)  # whoever leaves first, the launcher ends the others
+            time.sleep(2 * GRACE)  # after the first exit the launcher ends the others
         os._exit(FAILURE)
 
     def fail(self, message: str, status: int, error: BaseException) -> None:
