@@ -1,4 +1,4 @@
-"""The stage dataclasses: what flows between the parts of a step. Frozen; no stage changes its input.
+"""The stage dataclasses: the data between the parts of a step. Frozen; no part changes its input.
 
 Legend: B rows, S tokens a row, P prompt columns, R = S - P response columns, V vocabulary.
 Per-token tensors are response-aligned: column j of a (B, R) tensor belongs to token P + j.
@@ -39,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sequences(Rows):
-    """What a model reads, and where its outputs count.
+    """The input of a model, and the mask of its outputs.
 
     `segments` says which tokens see each other: 0 is padding, k > 0 the k-th example packed into the row. Left padding,
     right padding and packing are all just segments; positions restart in each (detail G3). None means that every row is
@@ -67,14 +67,14 @@ class Sequences(Rows):
 
 @dataclass(frozen=True)
 class Scores(Rows):
-    """What the responses are worth: a number for the outcome, and numbers for single tokens where steps are scored.
-    Weights, clips and normalisation of the K sources are applied, except in `by_source`."""
+    """The scores of responses: one for the outcome, and one for each token if steps are scored. Weights, clips and
+    normalisation of the K sources are applied, except in `by_source`."""
 
     scores: Tensor  # (B,) float32: of the whole response, or the penalty
     mask: Tensor  # (B, R) bool: the tokens that were scored, all that count unless truncated (detail P5)
-    accepted: Tensor  # (B,) bool: not given the penalty instead of a score
+    accepted: Tensor  # (B,) bool: has a score, not the penalty
     token_scores: Tensor | None = None  # (B, R) float32, 0 outside `mask` and with the penalty; default: 0
-    by_source: Tensor | None = None  # (B, K) float32: what each source said, summed over tokens; default: `scores`
+    by_source: Tensor | None = None  # (B, K) float32: each source's score, summed over tokens; default: `scores`
 
     def __post_init__(self):
         if self.token_scores is None:
@@ -90,7 +90,7 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class Signals(Rows):
-    """What the models say of the sampled tokens, before any update. The last two where an algorithm asks for them."""
+    """The models' outputs for the sampled tokens, before any update. The last two only if an algorithm needs them."""
 
     logprobs: Tensor  # (B, R) float32, of the policy that sampled them
     ref_logprobs: Tensor  # (B, R) float32
@@ -100,7 +100,7 @@ class Signals(Rows):
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Sequences):
-    """What a policy learns from."""
+    """The training data of a policy."""
 
     logprobs: Tensor  # (B, R) float32, as in Signals
     advantages: Tensor  # (B, R) float32, 0 outside the mask
@@ -108,7 +108,7 @@ class Experience(Sequences):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticExperience(Experience):
-    """What a policy and a critic learn from. `advantages` are GAE of the rewards plus `correction`."""
+    """The training data of a policy and a critic. `advantages` are GAE of the rewards plus `correction`."""
 
     values: Tensor  # (B, R) float32, as in Signals
     rewards: Tensor  # (B, R) float32; this and the next two are 0 outside the mask
@@ -119,15 +119,15 @@ class CriticExperience(Experience):
 @dataclass(frozen=True, kw_only=True)
 class Comparisons(Sequences):
     """Responses to one prompt in adjacent rows, K of them, the best first. `mask` is True at one token a row, where its
-    score is read, and nowhere in rows that only fill up a batch."""
+    score is read, and nowhere in rows that pad a batch."""
 
-    ranks: Tensor  # (B,) int64: 0 is the best; equal ranks were not told apart
-    margins: Tensor  # (B,) float32: by how much a pair's scores should differ at least
+    ranks: Tensor  # (B,) int64: 0 is the best; equal ranks are ties
+    margins: Tensor  # (B,) float32: the least difference that a pair's scores should have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Sequences):
-    """What a policy reads to be compared with a reference that has read it."""
+    """The input of a policy, with the reference's hidden states for it, to compare both."""
 
     ref_states: Tensor  # (B, R, H): the reference's last hidden states, from which it predicts the response
 
@@ -139,7 +139,7 @@ class Prompts(Rows):
 
     tokens: Tensor  # (B, P) int64
     valid: Tensor  # (B, P) bool: not padding; at least the last column
-    sequence_ids: Tensor  # (B,) int64: where a prompt stands in the whole run, whatever rank holds it
+    sequence_ids: Tensor  # (B,) int64: a prompt's index in the whole run, the same in every layout
     prompt_ids: Tensor  # (B,) int64: its row in the data set, by which its record is looked up on the host
 
     def __post_init__(self):
@@ -150,7 +150,7 @@ class Prompts(Rows):
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Sequences):
     """Prompts with their sampled responses; `Engine.forward` reads it as sequences. With n samples a prompt, the n rows
-    of a prompt follow each other, and sample j of the prompt with id s has the sequence id s n + j.
+    of a prompt are adjacent, and sample j of the prompt with id s has the sequence id s n + j.
 
     All R response tokens count, also past EOS (detail G4); with `stop_at_eos` those up to the first EOS, and what
     follows is padding, with log-prob and entropy 0.
@@ -165,12 +165,12 @@ class Rollout(Sequences):
 
 @dataclass(frozen=True)
 class Batch:
-    """The responses of one step and what is known of them."""
+    """The responses of one step, with their scores and signals."""
 
     rollout: Rollout
     scores: Scores
     signals: Signals
-    extra: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what one algorithm collects for itself, B rows
+    extra: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # further tensors of one algorithm, B rows
 
 
 def positions(segments: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""megarlhf sft --config run.yaml [key.sub=value ...]: one program a verb; every rank runs the same.
+"""megarlhf sft --config run.yaml [key.sub=value ...]: one program a command; every rank runs the same.
 
 torch and megatron are imported by the program that needs them, so `--help` and mistakes in the command line are
 instant.
@@ -21,7 +21,7 @@ from megarlhf import __version__, report
 from megarlhf.cluster import signals
 from megarlhf.config import UnknownKeyError, UserError
 
-PROGRAMS = {  # verb: (module, or module:name, that has its `main`; help)
+PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "sft": ("megarlhf.train.sft:PROGRAM", "supervised fine-tuning on prompts and responses, chats or plain text"),
     "reward": ("megarlhf.train.reward:PROGRAM", "a reward model from preferences"),
     "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         status = 130
     except SystemExit as left:  # saved and left early
         status = left.code
-    except BaseException as error:  # not Exception: torch's CheckpointException is none
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         status = _fail(f"failed\n{traceback.format_exc()}", 1, error)
     if watchdog := _watchdog():
         watchdog.close()
@@ -97,14 +97,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find(name: str):
-    """What has the `main` of a verb, a `Program` if it has ranks; imports torch."""
+    """The object with the `main` of a command, a `Program` if it has ranks; imports torch."""
     module, _, attribute = PROGRAMS[name][0].partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
 
 
 def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
-    """Whose configuration it is, where one was given to another program."""
+    """A note if the configuration is for another program, else ""."""
     program = arguments.subject if arguments.program == "preflight" else arguments.program
     if not isinstance(error, UnknownKeyError) or arguments.config is None or program is None:
         return ""
@@ -113,14 +113,14 @@ def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
 
 
 def _watchdog():
-    """The watchdog, where a program came as far as to import it (and torch with it)."""
+    """The watchdog, if the program has imported it (and torch with it)."""
     return sys.modules.get("megarlhf.cluster.watchdog")
 
 
 def _fail(message: str, status: int, error: BaseException) -> int:
-    """Print why, once: by way of the watchdog the first error of all ranks. Before there is one: what fails on all
-    ranks alike is said by the first rank of a node; the others wait for the launcher to end them and speak up only if
-    it does not."""
+    """Print the reason once. With a watchdog, it prints the first error of all ranks. Before there is one, the first
+    rank of a node prints its error; the others wait for the launcher to end them and print theirs only if it does
+    not."""
     local_rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -154,7 +154,7 @@ def run() -> None:
 
 
 class _Unfailing:
-    """A text stream that loses what cannot be written: a full log disk or a closed pipe must not end a run."""
+    """A text stream that drops text that cannot be written: a full log disk or a closed pipe must not end a run."""
 
     def __init__(self, stream):
         self._stream = stream

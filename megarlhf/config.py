@@ -49,11 +49,11 @@ def load(
     presets: dict[str, dict[str, Any]] | None = None,
 ) -> T:
     """Read `path`, if there is one, into the dataclass `cls`, then apply `overrides` of the form `key.sub=value`
-    (values are YAML). With `presets`, the key `preset` names one of them: the values that hold where file and overrides
-    give none.
+    (values are YAML). With `presets`, the key `preset` names one of them: the values of keys that neither file nor
+    overrides give.
 
-    Raises UserError for a missing file, bad YAML, unknown keys (naming the nearest), wrong types, and for whatever a
-    section's own `__post_init__` refuses.
+    Raises UserError for a missing file, bad YAML, unknown keys (naming the nearest), wrong types, and for values that
+    a section's own `__post_init__` refuses.
     """
     tree = _tree(path, overrides)
     if presets is not None and "preset" in tree.value:
@@ -66,12 +66,12 @@ def load(
 
 
 def top_level(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """{key: where it stands} of the first level of a file with overrides. Raises UserError as `load` does."""
+    """{key: its place} of the first level of a file with overrides. Raises UserError as `load` does."""
     return {key: node.where for key, node in _tree(path, overrides).value.items()}
 
 
 def like(section: str) -> dict[str, str]:
-    """Metadata for the field of an optional section: where some of its keys are given, the others are those of
+    """Metadata for the field of an optional section: if some of its keys are given, the others are those of
     `section`, a key of the program's configuration."""
     return {_LIKE: section}
 
@@ -88,7 +88,7 @@ def read(path: Path, what: str, remedy: str) -> dict[str, Any]:
 
 
 def open_file(path: str | Path, what: str, remedy: str) -> BinaryIO:
-    """A file, opened to be read. Raises UserError for what is none: one would wait for the other end of a pipe."""
+    """Open a file to read it. Raises UserError if it is not a file: opening a pipe would wait for its other end."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
@@ -102,7 +102,7 @@ def open_file(path: str | Path, what: str, remedy: str) -> BinaryIO:
 
 
 def check_seed(seed: int) -> None:
-    """ValueError unless all the generators take it."""
+    """ValueError unless all random number generators accept it."""
     if seed < 0:
         raise ValueError(f"seed: must not be negative, not {seed}")
 
@@ -123,7 +123,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
 
 
-# A parsed value remembers where it stands: `_Node(value, "run.yaml:12")`, with dicts and lists of further nodes inside.
+# A parsed value and its place: `_Node(value, "run.yaml:12")`, with dicts and lists of further nodes inside.
 @dataclasses.dataclass
 class _Node:
     value: Any
@@ -171,11 +171,11 @@ class _Reader:
     def __init__(self, place: Callable[[int], str]):
         self.place = place
         self.constructor = yaml.SafeLoader("")
-        self.count = 0  # of values, each use of an anchor anew
+        self.count = 0  # of values; each use of an anchor counts
         self.around: set[int] = set()  # the ids of the nodes around the one that is converted
 
     def read(self, text: str) -> _Node | None:
-        """None of an empty text."""
+        """None for an empty text."""
         try:
             root = yaml.compose(text, Loader=_Loader)
             return None if root is None else self._convert(root)
@@ -222,7 +222,7 @@ class _Reader:
             if key in out:
                 raise UserError(f"{here}: key '{key}' stands twice in one section; remove one")
             out[key] = dataclasses.replace(self._convert(value_node), where=here)
-        for other in merged:  # <<: what the section itself or an earlier one does not give
+        for other in merged:  # <<: keys that neither the section itself nor an earlier one gives
             if not isinstance(other, yaml.MappingNode):
                 raise UserError(
                     f"{self._where(other)}: '<<' takes a section, or a list of sections; give an alias of one"
@@ -233,7 +233,7 @@ class _Reader:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             value = self.constructor.construct_object(node)
-        except Exception:  # yaml raises whatever int(), date() and its own tables raise
+        except Exception:  # yaml raises the errors of int(), date() and its own tables
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise UserError(f"{self._where(node)}: {_shown(node.value)} cannot be read as {tag}; correct or quote it")
         if not isinstance(value, (str, int, float, type(None))):
@@ -273,7 +273,7 @@ def _override(tree: _Node, override: str) -> None:
 
 
 def _fill(tree: _Node, base: _Node) -> None:
-    """Add to `tree` what it does not have of `base`."""
+    """Add to `tree` the keys of `base` that it does not have."""
     for key, node in base.value.items():
         if key not in tree.value or (tree.value[key].value is None and isinstance(node.value, dict)):
             tree.value[key] = node  # a section of which every key is commented out is null
@@ -289,8 +289,8 @@ class _Builder:
     tree: _Node
 
     def build(self, kind: Any, node: _Node, key: str, default: Any = None) -> Any:
-        """`node` as a value of the type `kind`; `key` is its dotted name for errors. What a section does not give is
-        as in `default`, that section as it is where none of its keys is given (None: as its class says)."""
+        """`node` as a value of the type `kind`; `key` is its dotted name for errors. Keys that a section leaves
+        out are as in `default` (None: as its class says)."""
 
         def refuse(expected: str) -> typing.NoReturn:
             shown = "a section" if isinstance(node.value, dict) else _shown(_unwrap(node))
@@ -386,7 +386,7 @@ _hints = functools.cache(typing.get_type_hints)  # a function of the class, and 
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """What a field is when it is not given; MISSING if it must be."""
+    """The default of a field; MISSING if it has none."""
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 

@@ -35,7 +35,7 @@ from megarlhf.optim import OptimizerConfig
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor] | Metric]]]
-Part = tuple[Sequences, Loss | None, dict[str, Any]]  # rows, what to make of the outputs, options of the head
+Part = tuple[Sequences, Loss | None, dict[str, Any]]  # rows, loss, options of the head
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
         self.optimizer = None
         self.total_steps = total_steps
         self.seed = seed
-        # Updates so far, with the skipped ones: the place in the schedule and in the data. (Adam counts for itself.)
+        # Updates so far, skipped ones included: the position in the schedule and in the data. (Adam has its own count.)
         self.steps = 0
         self.skipped = 0  # in a row, up to now
         for chunk in chunks:
@@ -114,7 +114,7 @@ class Engine:
 
     def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
         """One optimizer update on this data-parallel rank's rows. Returns the metrics of the global batch, on every
-        rank, with `grad_norm`, `lr` and `skipped`, which is 1 where the gradients were not finite and nothing changed.
+        rank, with `grad_norm`, `lr` and `skipped`, which is 1 if the gradients were not finite and nothing changed.
         `more`: further (batch, loss, options) whose gradients go into the same update; rows of the same length S. The
         sums of all are divided by the sum of all counts. The rows of each must fill a number of micro-batches that is a
         multiple of `ParallelConfig.micro_batch_multiple`.
@@ -163,8 +163,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------- how
 
     def _filled(self, batch: Sequences) -> Sequences:
-        """`batch` filled up to a number of rows that the schedule can run: with copies of the last row in which nothing
-        counts."""
+        """`batch` padded to a number of rows that the schedule can run, with copies of the last row whose mask is all
+        False."""
         rows, step = len(batch), self.micro_batch_size * self.topology.parallel.micro_batch_multiple
         if rows % step == 0:
             return batch
@@ -174,7 +174,7 @@ class Engine:
 
     def _run(self, *parts: Part, forward_only: bool = False) -> list:
         """Run megatron's schedule over the micro-batches of all parts. Returns one item a micro-batch on the last
-        stage, elsewhere none: the loss's metrics, or without a loss the outputs."""
+        stage, [] on the others: the loss's metrics, or without a loss the outputs."""
         size, length = self.micro_batch_size, parts[0][0].tokens.shape[1]
         for batch, _, _ in parts:
             assert len(batch) % size == 0, (len(batch), size)
@@ -254,7 +254,7 @@ class Engine:
             model_parallel_cuda_manual_seed(zlib.crc32(repr(key).encode()), force_reset_rng=True)
 
     def sync_params(self) -> None:
-        """Gather the weights where their gather would otherwise overlap with the next forward pass."""
+        """Gather the weights if their gather would otherwise overlap with the next forward pass."""
         if self.optimizer is not None and self.topology.parallel.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

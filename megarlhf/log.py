@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: console, JSONL files, TensorBoard, W&B. None of them ends a run that could go on."""
+"""The outputs for a run's numbers: console, JSONL files, TensorBoard, W&B. Their failures do not end the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Log:
 
     `metrics.jsonl` has one object a step: {"step": n, "time": seconds since the epoch, name: value, ...}, and one more
     for an evaluation after that step. A run that resumes after step `start` first drops the lines of later steps, which
-    it is going to repeat; so each is there once after any number of kills.
+    it repeats; so each step is there once after any number of kills.
     """
 
     def __init__(self, directory: Path, *, enabled: bool, start: int, total: int, unit: str, wandb: str | None = None):
@@ -97,9 +97,9 @@ class Log:
             self.bar.write(message)
 
     def sync(self) -> None:
-        """Have all lines on the disk before a checkpoint appears: the run that resumes from it would not write them
-        again. If the disk does not take them, they wait in memory, and a warning says so; the checkpoint, which is on
-        the disk, counts for more."""
+        """Write all lines to the disk before a checkpoint is published: a run that resumes from it does not write them
+        again. If this fails, they stay in memory, with a warning; the checkpoint, which is on the disk, is more
+        important."""
         if self.enabled:
             self._flush(sync=True)
 
@@ -111,7 +111,7 @@ class Log:
         self.files[name].write((json.dumps(finite, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
     def _flush(self, *, sync: bool = False) -> None:
-        """Write what waits. A disk that takes nothing is mentioned once, and once more when it takes it again."""
+        """Write pending lines. Warn at the first failure, and again at the first success after it."""
         files = [*self.files.values(), self.events.file]
         failures = [(file.path, error) for file in files if (error := file.flush(sync=sync))]
         if failures and not self.complained:
@@ -128,7 +128,7 @@ class Log:
         tqdm.write(f"  {message}", file=sys.stderr)
 
     def _join_wandb(self, project: str, start: int) -> None:
-        """Start W&B's run, or go on with the one that this run directory has had since its first step."""
+        """Start W&B's run, or resume the one of this run directory."""
         import wandb as weights_and_biases
 
         path = self.directory / "wandb.id"
@@ -142,7 +142,7 @@ class Log:
     def _to_wandb(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # whatever the network, the disk or the server bring about
+        except Exception as error:  # any failure of the network, the disk or the server
             self.wandb = None
             first = (str(error).strip().splitlines() or [""])[0][:200]
             self._warn(f"W&B: {type(error).__name__}: {first}; the run goes on without it")
@@ -163,7 +163,7 @@ class Log:
 
 
 def check_wandb(project: str | None) -> None:
-    """Refuse (UserError) W&B where it is not installed."""
+    """Refuse (UserError) W&B if it is not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise UserError("log.wandb: wandb is not installed; pip install wandb, or leave log.wandb out")
 
@@ -180,7 +180,7 @@ class _Events:
         self.file = Appender(directory / name)
         self._event, self._records = Event, RecordWriter(self.file)
         self._write(file_version="brain.Event:2")
-        # the reader forgets what earlier starts said about the steps that come now
+        # the reader drops what earlier starts have recorded from this step on
         self._write(step=start + 1 if start else 0, session_log=SessionLog(status=SessionLog.START))
 
     def scalar(self, name: str, value: float, step: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Metric:
     """A statistic that can be summed over micro-batches, ranks and steps. Its fields are 0-d tensors in a loss, and
-    numbers in what the engine returns."""
+    numbers in the engine's results."""
 
     def map(self, function: Callable[[Any], Any]):
         """The same metric with `function` of each part."""
@@ -72,7 +72,7 @@ def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> flo
 
 
 def of_loss(values: Mapping[str, tuple[Tensor, Tensor] | Metric]) -> dict[str, Metric]:
-    """What a loss returns as its metrics, without the graph: a bare (sum, count) is a Mean."""
+    """The metrics that a loss returns, without the graph: a bare (sum, count) is a Mean."""
     metrics = {name: Mean(*value) if isinstance(value, tuple) else value for name, value in values.items()}
     return {name: metric.map(Tensor.detach) for name, metric in metrics.items()}
 

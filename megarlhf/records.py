@@ -1,7 +1,7 @@
 """Files that a run writes beside its checkpoints. They survive kills, and a disk that is full for a while.
 
 A small file is replaced as a whole (`replace`). A file that grows is only appended to (`Appender`); when a run resumes,
-the lines of the steps that it is going to repeat are dropped (`keep_until`), so that each step is there once.
+the lines of the steps that it repeats are dropped (`keep_until`), so that each step is there once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def replace(path: Path, text: str) -> None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop from a JSONL file, if there is one, the lines whose "step" is later than `step`, and what is no such line:
-    the last one may have been cut short by a kill. At step 0 a run begins, and nothing is kept. Raises UserError.
+    """Drop from a JSONL file, if there is one, the lines whose "step" is later than `step`, and malformed lines: the
+    last one may have been cut short by a kill. At step 0 a run begins, and nothing is kept. Raises UserError.
 
     The file is replaced even if all lines stay: a process that still has it open no longer writes into it.
     """
@@ -83,21 +83,20 @@ def sync_directory(path: Path) -> None:
 
 
 class Appender:
-    """A file to which whole records are appended. What is not known to be on the disk is kept in memory: what the disk
-    does not take waits, and whatever follows waits behind it; what was written since the last `fsync` is written again
-    when an `fsync` fails, because the system may then have dropped it. Beyond LIMIT bytes records are dropped and
-    counted in `lost`.
+    """A file to which complete records are appended. Records that may not be on the disk yet are kept in memory. Those
+    that cannot be written wait in order. Those written since the last `fsync` are written again if an `fsync` fails,
+    because the system may then have dropped them. Beyond LIMIT bytes records are dropped and counted in `lost`.
 
-    A file that exists is opened at once, one that does not is created by the first flush: that, too, needs room on the
-    disk. A file that has appeared between is another process's and is left alone.
+    An existing file is opened at once; a new one is created by the first flush, since that, too, needs room on the
+    disk. A file that was created in between is another process's and is not changed.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.lost = 0
-        self._kept = bytearray()  # not known to be on the disk
-        self._written = 0  # so many bytes of it were handed to the system
-        self._start = 0  # its place in the file
+        self._kept = bytearray()  # may not be on the disk yet
+        self._written = 0  # bytes of it that were handed to the system
+        self._start = 0  # its offset in the file
         self._failed = False  # the last fsync
         self._file: int | None = None
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -114,8 +113,8 @@ class Appender:
             self._kept += record
 
     def flush(self, *, sync: bool = False) -> OSError | None:
-        """Hand what waits to the system; with `sync`, and after an `fsync` that has failed, have it on the disk.
-        Returns what went wrong instead of raising it."""
+        """Hand pending records to the system; with `sync`, and after a failed `fsync`, write them to the disk. Returns
+        an error instead of raising it."""
         try:
             if self._file is None and self._kept:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ class Appender:
         return None
 
     def close(self) -> OSError | None:
-        """Flush and close; what the disk does not take now is lost."""
+        """Flush and close; records that cannot be written now are lost."""
         error = self.flush(sync=True)
         if self._file is not None:
             os.close(self._file)
@@ -147,7 +146,7 @@ class Appender:
         self._forget()
 
     def _forget(self) -> None:
-        """Keep no longer what the system has taken."""
+        """Drop from memory the bytes that were handed to the system."""
         self._start += self._written
         del self._kept[: self._written]
         self._written = 0

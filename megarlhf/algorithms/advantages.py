@@ -16,9 +16,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
     with V = A = 0 after the last token (Schulman et al. 2015, arXiv:1506.02438, eq. 16; details P6 and G4).
 
-    `mask` is True on tokens up to and including the last. What stands after it contributes nothing and gets advantages
-    and returns of 0: an episode that stops at EOS is the episode that is only as long. Nothing is bootstrapped: a
-    response cut at R is an episode that ends there.
+    `mask` is True on tokens up to and including the last. Columns after it contribute nothing and get advantages and
+    returns of 0, so padding after EOS does not change an episode. Nothing is bootstrapped: a response cut at R is an
+    episode that ends there.
     """
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     advantages = torch.empty_like(rewards)

@@ -1,5 +1,5 @@
-"""What the loops know of an algorithm. Each algorithm is one value of a class below, made by a file beside this one;
-`train/online.py` and `train/offline.py` import no other file of this folder.
+"""The interface between loops and algorithms. Each algorithm is an instance of a class below, made by another file of
+this directory; `train/online.py` and `train/offline.py` import this file alone.
 
 Legend: B rows of a data-parallel rank, R response columns.
 """
@@ -23,7 +23,7 @@ State = dict[str, float]  # numbers that change from batch to batch; saved with 
 
 
 class Actions(Protocol):
-    """What an algorithm may do within a step (train/actions.py). All methods are collective."""
+    """The actions of an algorithm within a step (train/actions.py). All methods are collective."""
 
     step: int  # from 0
     group: dist.ProcessGroup  # the data-parallel ranks
@@ -35,7 +35,7 @@ class Actions(Protocol):
         """Responses to them."""
 
     def score(self, rollout: Rollout) -> Scores:
-        """What the reward sources say of them."""
+        """Their scores by the reward sources."""
 
     def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
         """The batch, with the signals that the algorithm asks for."""
@@ -56,18 +56,18 @@ class Update:
     """One optimizer update of one model on a minibatch."""
 
     loss: Loss
-    outputs: dict[str, bool] = field(default_factory=dict)  # what the loss reads beyond log-probs: with_entropy
+    outputs: dict[str, bool] = field(default_factory=dict)  # read by the loss beyond log-probs: with_entropy
     prefix: str = ""  # of the engine's own metrics: grad_norm, lr, skipped
 
 
 @dataclass(frozen=True)
 class OnlineAlgorithm:
-    """An algorithm that learns from what its policy samples. Functions that are not given `Actions` are pure."""
+    """An algorithm that learns from its policy's samples. Functions without an `Actions` argument are pure."""
 
     make_experience: Callable[[Batch, State], Experience]  # credit, of this rank's rows
     updates: Callable[[int], dict[str, Update]]  # step -> {model: its update of each minibatch}, in this order
-    objective: Callable[[Batch, State], Metrics]  # what is measured of every batch, also of one not learned from
-    # what needs all rows of a minibatch, those of all ranks of the group: whitening
+    objective: Callable[[Batch, State], Metrics]  # metrics of every batch, refused ones included
+    # computations over all rows of a minibatch, on all ranks of the group: whitening
     minibatch: Callable[[Experience, dist.ProcessGroup], Experience] = lambda rows, group: rows
     collect: Callable[[Actions], Batch] = collect_once
     signals: frozenset[str] = frozenset()  # beside log-probs: values (of a critic), kl (exact, per token)
@@ -76,7 +76,7 @@ class OnlineAlgorithm:
     adapt: Callable[[State, dict[str, float], int], State] = lambda state, values, batch_size: state
     after_update: Callable[[Actions], None] = lambda act: None  # of the actor
     after_batch: Callable[[Actions], None] = lambda act: None  # that was learned from
-    group_size: int = 1  # least samples to a prompt
+    group_size: int = 1  # minimum of samples a prompt
     fixed_length: bool = False  # only for responses that do not end at EOS
 
 
@@ -115,7 +115,7 @@ class OfflineAlgorithm:
     """An algorithm that learns from a data set."""
 
     loss: Loss
-    # (this rank's rows, the trained model's and others' forward passes by name) -> the rows that the loss reads: what
-    # needs the whole minibatch, or a reference's pass, before micro-batches are cut
+    # (this rank's rows, the forward passes of all models by name) -> the rows for the loss: computations over the whole
+    # minibatch, or with a reference's outputs, before the split into micro-batches
     prepare: Callable[[Sequences, dict[str, Callable[[Sequences], Outputs]]], Sequences] = lambda rows, models: rows
     derived: Callable[[dict[str, float]], dict[str, float]] = lambda values: {}  # from the held-out means: perplexity

@@ -1,4 +1,4 @@
-"""The penalty that holds the policy near the reference: estimators, rewards, controllers.
+"""The KL penalty between policy and reference: estimators, rewards, controllers.
 
 The objective is E[score - kl_coef * sum_t k1_t] over sampled responses (Ziegler et al. 2019, arXiv:1909.08593, eq. 2),
 with k1_t = logprobs_t - ref_logprobs_t. The mean of k1_t over the tokens that the policy can choose in a state is that
@@ -28,7 +28,7 @@ ScorePosition = Literal["last", "last_valid"]
 class KLConfig:
     """The KL penalty (details P8 and P11); the 2019 original's values in brackets."""
 
-    coef: float = 0.05  # [0.15] the coefficient, to begin with if adaptive
+    coef: float = 0.05  # [0.15] the coefficient; its initial value if adaptive
     controller: Literal["fixed", "adaptive"] = "fixed"  # [adaptive]
     target: float = 6.0  # [6] adaptive: nats a response
     horizon: int = 10_000  # [10000] adaptive: responses; the larger, the slower
@@ -58,16 +58,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def own_correction(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """What a token's advantage needs beyond GAE where the rewards hold the exact KL, (B, R) -> (B, R):
+    """The term that a token's advantage needs beyond GAE if the rewards hold the exact KL, (B, R) -> (B, R):
 
         -kl_coef * (k1_t - KL_t); 0 outside the mask
 
-    The gradient of the objective weights grad log pi(token t) with score - kl_coef * sum_{u >= t} k1_u. Given what was
-    sampled up to u - 1, k1_u has the mean KL_u: for the later tokens u > t, KL_u in its place leaves the expected
-    gradient as it is and takes variance out of it. Not so for u = t. KL_t is the same whichever token is sampled, so it
-    is a mere baseline, and a penalty of KL alone would not act on the token that caused it. GAE gives a token's own
-    reward the weight 1 for every gamma and lam, and so has this. Its mean is 0: the returns that a critic learns do not
-    need it.
+    The gradient of the objective weights grad log pi(token t) with score - kl_coef * sum_{u >= t} k1_u. Given the
+    tokens up to u - 1, k1_u has the mean KL_u. For later tokens u > t, KL_u instead of k1_u keeps the expected gradient
+    and reduces its variance. For u = t it does not: KL_t does not depend on the sampled token, so it is a baseline, and
+    the penalty would not act on the token that caused it. GAE gives a token's own reward the weight 1 for every gamma
+    and lam, so this term has the weight 1. Its mean is 0, so the returns that a critic learns do not need it.
     """
     return torch.where(mask, -kl_coef * (kl_estimate(logprobs, ref_logprobs) - kl), 0)
 
@@ -80,7 +79,7 @@ def penalised_rewards(
         rewards = -kl_coef * kl, plus the score at its position; 0 outside the mask
 
     (detail P8). With the exact KL the advantages need `own_correction`. `last` is the last column, as in the original,
-    and needs responses of the fixed length; `last_valid` the last token that counts, which is the same for those.
+    and needs responses of the fixed length; `last_valid` is the last token that counts, the same for such responses.
     """
     if score_position == "last":
         assert mask[:, -1].all(), "score_position 'last' with a response that ends before the last column"
@@ -92,20 +91,20 @@ def penalised_rewards(
 
 
 def signals(config: KLConfig) -> frozenset[str]:
-    """What the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
+    """The signals that the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
     return frozenset({"kl"} if config.estimator == "exact" else ())
 
 
 def token_kl(signals: Signals, config: KLConfig) -> Tensor:
-    """(B, R): what the rewards take for the KL of each token's distribution."""
+    """(B, R): the KL of each token's distribution, exact or estimated, for the rewards."""
     return signals.kl if config.estimator == "exact" else kl_estimate(signals.logprobs, signals.ref_logprobs)
 
 
 def rewards(
     scores: Scores, signals: Signals, mask: Tensor, *, kl_coef: float, config: KLConfig, score_position: ScorePosition
 ) -> tuple[Tensor, Tensor]:
-    """(B, R) rewards of scores and penalty, and (B, R) what advantages need beside them: `own_correction` with the
-    exact KL, 0 with k1."""
+    """(B, R) rewards of scores and penalty, and (B, R) corrections of the advantages: `own_correction` with the exact
+    KL, 0 with k1."""
     kl = token_kl(signals, config)
     found = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=score_position)
     found = found + torch.where(mask, scores.token_scores, 0)
@@ -115,10 +114,9 @@ def rewards(
 
 
 def objective(rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: KLConfig) -> Metrics:
-    """What the batch says about the policy that sampled it: means over responses of sums over tokens
-    (lm-human-preferences train_policy.py, `record_step_stats`). objective/kl, which `next_kl_coef` takes once it is
-    global, is of k1 whatever estimator the penalty uses; objective/entropy is that of whole responses, -sum_j
-    logprobs."""
+    """Metrics of the policy that sampled the batch: means over responses of sums over tokens (lm-human-preferences
+    train_policy.py, `record_step_stats`). objective/kl is of k1 for every estimator of the penalty; its global mean is
+    the input of `next_kl_coef`. objective/entropy is that of whole responses, -sum_j logprobs."""
     mask = rollout.mask
     count = torch.ones_like(scores.scores).sum()
     score, non_score = scores.total.sum(), -masked_sum(kl_coef * token_kl(signals, config), mask)
@@ -141,8 +139,8 @@ def next_kl_coef(kl_coef: float, kl: float, config: KLConfig, *, batch_size: int
         error = clip(kl / target - 1, -0.2, 0.2),   kl_coef * (1 + error * batch_size / horizon)
 
     `kl` is the mean over the *global* batch of the sum over tokens, `objective/kl`, and `batch_size` its number of
-    responses. Were it each rank's own, the ranks' coefficients would drift apart. A KL that is not finite says nothing
-    about the coefficient and leaves it; a finite one counts even if the batch is not learned from.
+    responses. With each rank's own mean, the ranks' coefficients would differ. A KL that is not finite does not change
+    the coefficient; a finite one does, even if the batch is refused.
     """
     if config.controller == "fixed" or not math.isfinite(kl):
         return kl_coef

@@ -22,7 +22,7 @@ def masked_sum(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None 
 
 
 def masked_mean(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """mu = sum(mask * values) / sum(mask), a scalar; NaN where nothing counts."""
+    """mu = sum(mask * values) / sum(mask), a scalar; NaN if no token counts."""
     return masked_sum(values, mask, group=group) / masked_sum(mask.to(values.dtype), mask, group=group)
 
 
@@ -32,7 +32,7 @@ def masked_var(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None 
 
 
 def inverse_deviation(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """1 / sqrt(var + 1e-8), a float64 scalar: what `whiten` multiplies with."""
+    """1 / sqrt(var + 1e-8), a float64 scalar: the factor of `whiten`."""
     return torch.rsqrt(masked_var(values.double(), mask, group=group) + 1e-8)
 
 

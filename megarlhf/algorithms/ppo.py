@@ -4,7 +4,7 @@
     minibatch  = whiten_minibatch(part of experience, config=..., group=...)            once a minibatch
     policy_loss, value_loss                                                             once a micro-batch
 
-`algorithm(config)` is these as one value for the loop.
+`algorithm(config)` combines these for the loop.
 Legend: B rows, S tokens a row, P prompt columns, R = S - P response columns.
 """
 
@@ -29,7 +29,7 @@ from megarlhf.metrics import Max, Min
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """What PPO computes with; the 2019 original's values in brackets."""
+    """The options of PPO; the 2019 original's values in brackets."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # [1] discount (P6)
@@ -87,7 +87,7 @@ def make_experience(
     rollout: Rollout, scores: Scores, signals: Signals, *, kl_coef: float, config: PPOConfig
 ) -> CriticExperience:
     """Credit: rewards from scores and KL penalty (P8), advantages and returns by GAE (P6), of the whole batch and not
-    whitened: see `whiten_minibatch`. Pure; every row for itself, so any share of a batch will do."""
+    whitened: see `whiten_minibatch`. Pure; rows are independent, so any part of a batch may be given."""
     mask = rollout.mask
     rewards, correction = kl.rewards(
         scores, signals, mask, kl_coef=kl_coef, config=config.kl, score_position=config.score_position
@@ -114,7 +114,7 @@ def whiten_minibatch(
     afterwards. `group`: the data-parallel ranks that hold the rest of the minibatch.
 
     The original's order (lm-human-preferences train_policy.py, `loss`): rewards are whitened with their mean kept, GAE
-    makes advantages *and returns* of the whitened rewards, and the advantages are whitened. So with `whiten_rewards`
+    computes advantages *and returns* of the whitened rewards, and the advantages are whitened. So with `whiten_rewards`
     the critic learns the returns of whitened rewards, whose scale changes with the minibatch.
 
     A token's own correction (`kl.own_correction`) is a part of its reward that is added after GAE. Whitening divides

@@ -1,6 +1,6 @@
 """REINFORCE on responses (Williams 1992, "Simple statistical gradient-following algorithms", eq. 11): no critic.
 
-A token's return is what follows it, and a moving average of whole responses' returns is the baseline:
+A token's return is the sum of its and later rewards. The baseline is a moving average of whole responses' returns:
 
     A_t = sum_{u >= t} gamma^(u - t) r_u - b,   r: scores and KL penalty (algorithms/kl.py)
 
@@ -28,7 +28,7 @@ from megarlhf.batch import Batch, Experience
 
 @dataclass(frozen=True)
 class ReinforceConfig:
-    """What REINFORCE computes with."""
+    """The options of REINFORCE."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # discount
@@ -62,7 +62,7 @@ def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
 
 
 def make_experience(batch: Batch, state: State, *, config: ReinforceConfig) -> Experience:
-    """Advantages: discounted returns of every token less the baseline, (B, R). Pure; every row for itself."""
+    """Advantages: discounted returns of every token less the baseline, (B, R). Pure; rows are independent."""
     rollout, mask = batch.rollout, batch.rollout.mask
     rewards, correction = kl.rewards(
         batch.scores, batch.signals, mask, kl_coef=state["kl_coef"], config=config.kl,
@@ -80,7 +80,7 @@ def make_experience(batch: Batch, state: State, *, config: ReinforceConfig) -> E
 
 
 def whiten_minibatch(rows: Experience, group: dist.ProcessGroup | None, *, config: ReinforceConfig) -> Experience:
-    """The minibatch with its advantages whitened, if that is asked for."""
+    """The minibatch, with its advantages whitened if the configuration asks for it."""
     if not config.whiten_advantages:
         return rows
     return replace(rows, advantages=whiten(rows.advantages, rows.mask, group=group))
@@ -88,8 +88,8 @@ def whiten_minibatch(rows: Experience, group: dist.ProcessGroup | None, *, confi
 
 def policy_loss(outputs: Outputs, rows: Experience) -> tuple[Tensor, Tensor, Metrics]:
     """sum_{b,j} mask * -A exp(logprobs - old logprobs): in the first update of a batch its gradient is REINFORCE's,
-    -A grad logprobs; in later ones samples of the old policy are weighted for the new one. outputs["logprobs"] (B, R),
-    differentiable. Returns (sum, number of tokens, metrics)."""
+    -A grad logprobs; in later ones the ratio is the importance weight of the old policy's samples. outputs["logprobs"]
+    (B, R), differentiable. Returns (sum, number of tokens, metrics)."""
     mask, count = rows.mask, rows.mask.sum()
     difference = torch.where(mask, outputs["logprobs"] - rows.logprobs, 0)
     total = masked_sum(-rows.advantages * difference.exp(), mask)
@@ -101,8 +101,8 @@ def policy_loss(outputs: Outputs, rows: Experience) -> tuple[Tensor, Tensor, Met
 
 
 def adapt(state: State, values: dict[str, float], batch_size: int, *, config: ReinforceConfig) -> State:
-    """The next batch's KL coefficient and baseline. The average starts without the bias of a start at 0: it is divided
-    by the weight that batches have so far."""
+    """The next batch's KL coefficient and baseline. The average has no bias from its start at 0: it is divided by the
+    total weight of the batches so far."""
     coef = kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
     baseline, weight, seen = state["baseline"], state["baseline_weight"], values["objective/scores_total"]
     if config.baseline == "moving" and math.isfinite(seen):

@@ -55,7 +55,7 @@ def log_exp_loss(
 
     A prompt's K (K - 1) / 2 comparisons (fewer where ranks are equal) weigh as one and are computed together (Ouyang et
     al. 2022, arXiv:2203.02155, eq. 1). At K = 2 it is the pairwise loss without a margin. outputs["scores"] (B, R),
-    differentiable. Returns (sum, number of prompts, metrics); accuracy is that of comparisons, a prompt's as one.
+    differentiable. Returns (sum, number of prompts, metrics); accuracy is the mean of prompts' accuracies.
     """
     scores, counted = _by_prompt(outputs, rows, num_responses=num_responses)
     ranks = rows.ranks.view(-1, num_responses)
@@ -109,7 +109,7 @@ def _by_prompt(outputs: dict[str, Tensor], rows: Comparisons, *, num_responses: 
 
 
 def _result(losses: Tensor, counted: Tensor, scores: Tensor, correct: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-    """The (G,) losses and what else was found per prompt, summed over the prompts that count."""
+    """The (G,) losses and other values of each prompt, summed over the prompts that count."""
     total, count = masked_sum(losses, counted), counted.sum()
     return (
         total,

@@ -1,4 +1,4 @@
-"""Losses on given text."""
+"""Losses on the text of a data set."""
 
 from __future__ import annotations
 

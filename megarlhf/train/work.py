@@ -1,5 +1,4 @@
-"""FLOPs and memory traffic of a step of the online loop: `megarlhf report` and bench/scaling.py compare the time with
-them.
+"""FLOPs and memory traffic of a step of the online loop, for `megarlhf report` and bench/scaling.py.
 
 FLOPs are of matrix products alone, a multiplication and an addition each one; a backward pass is two forward passes.
 Bytes are the least that must come from memory: weights, gradients, optimizer states, keys and values; activations,
