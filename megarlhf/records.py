@@ -38,7 +38,7 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last whole line of a JSONL file; -1 if there is none."""
+    """The step of the last complete line of a JSONL file; -1 if there is none."""
     try:
         with path.open("rb") as file:
             steps = [step for line in file if (step := _step_of(line)) < float("inf")]

@@ -58,9 +58,9 @@ def inspect(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
-    """Read a model directory into `model`, whatever layout wrote it. Collective. `weights_only` starts training from
-    it, otherwise training goes on where it stopped. Weights whose names begin with one of `fresh` are not read: a new
-    head on a trained trunk.
+    """Read a model directory into `model`, written in any layout. Collective. `weights_only`: without the optimizer
+    and the count of updates. Weights whose names begin with one of `fresh` are not read: a new head on a trained
+    trunk.
 
     Raises UserError, on all ranks alike, for a damaged file, and when the files do not hold what the model needs.
     """

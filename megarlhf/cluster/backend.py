@@ -32,7 +32,7 @@ def install() -> None:
     """Make megatron-core importable and runnable here. Idempotent; must precede the first import of megatron."""
     cuda.hide_unusable(on_cuda())
     if on_cuda():
-        # NVIDIA's images turn TF32 on, whose products of float32 have 10 bits: sampler and trainer would not agree.
+        # NVIDIA's images turn TF32 on. Its float32 products have 10 bits: sampler and trainer would not agree.
         torch.set_float32_matmul_precision("highest")
         cuda.load_transformer_engine()
         import megatron.core  # noqa: F401

@@ -15,7 +15,7 @@ from megarlhf.cluster import cuda
 
 @functools.cache
 def on_cuda() -> bool:
-    """Whether this rank computes on a GPU. The first call may start CUDA's driver, whose environment it sets before;
+    """Whether this rank computes on a GPU. The first call sets the environment of CUDA's driver and may start it;
     it makes no context."""
     return cuda.available(os.environ, torch.cuda.is_available)
 

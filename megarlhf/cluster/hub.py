@@ -137,7 +137,7 @@ class Hub(threading.Thread):
                 connection, _ = self.listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no more files: the oldest stranger's is free in a moment
+            except OSError:  # no more files: the oldest connection without proof is closed
                 time.sleep(0.05)
                 connection = None
             if connection is None or len(self.strangers) >= self.most_strangers:

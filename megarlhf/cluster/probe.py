@@ -20,7 +20,7 @@ Place = tuple[str, str, int]  # node, address, port
 def own_address(rendezvous: Rendezvous, store: Any) -> str:
     """This node's address on the network on which it reaches rank 0; on rank 0, the one at which it is reached.
 
-    Rank 0 waits for a rank of another node where its own name stands for 127.0.1.1, as Debian's installer writes it.
+    Rank 0 waits for a rank of another node if its own name resolves to 127.0.1.1, as Debian's installer sets it.
     Raises TimeoutError when none comes before the store's time-out.
     """
     own = _source(rendezvous.master_addr, rendezvous.master_port)

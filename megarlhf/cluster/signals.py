@@ -45,5 +45,5 @@ def _remember(number: int, _) -> None:
 
 
 def _leave(number: int, _) -> None:
-    # srun returns the highest status of all ranks: that of the one whose end brought TERM to the others must win.
+    # srun returns the highest status of all ranks: that of the first failed rank must win over those ended by TERM.
     os._exit(1 if "SLURM_PROCID" in os.environ else 128 + number)

@@ -123,7 +123,7 @@ class Tokenizer(ABC):
         otherwise the conversation is rendered up to each turn.
 
         Raises UserError if there is no chat template, ValueError (without a place: the caller knows the line) if the
-        template refuses `messages`, or changes the beginning of a conversation as it goes on.
+        template refuses `messages`, or renders the beginning of a longer conversation differently.
         """
         raise UserError(
             f"{self.path}: the tokenizer has no chat template; use one that has, or write the conversations out as "

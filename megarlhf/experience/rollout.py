@@ -32,7 +32,7 @@ def evaluate(
     signals: frozenset[str] = frozenset(),
 ) -> Signals:
     """Log-probs of the sampled tokens under the policy and the reference, at the sampling temperature (detail P1), and
-    those of `signals`: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
+    what `signals` names: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
     actor's own head gives the values. The exact KL takes a second head pass, and room for the reference's hidden
     states, (B, R, H), on every stage. Collective."""
     batch, options, exact_kl = rollout, {}, "kl" in signals

@@ -81,7 +81,7 @@ class ScoringConfig:
     """How responses are scored. With several sources the score is the weighted sum of theirs."""
 
     sources: tuple[SourceConfig, ...]
-    truncate_token: str | None = None  # responses are cut after the first of these before scoring; as after a word
+    truncate_token: str | None = None  # scoring cuts responses after the first of these; tokenized as after a word: "."
     truncate_after: int = 0  # only tokens at this column of the response (from 0) or later count
     penalty: float = -1.0  # the score of a response without it
 

@@ -56,7 +56,7 @@ class FunctionScorer:
         keywords = {"records": records} if self.how == "keyword" else {}
         try:
             scores = self.function(list(prompts), list(responses), *positional, **keywords)
-        except (Exception, SystemExit) as error:  # a rank that only ends would leave the others waiting
+        except (Exception, SystemExit) as error:  # a rank that exits here would leave the others waiting
             _, *frames = traceback.extract_tb(error.__traceback__)  # without this one
             place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
             raise UserError(f"function {self.name}: failed{place} ({_describe(error)}); mend it and start again")

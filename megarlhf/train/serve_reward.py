@@ -20,7 +20,7 @@ from megarlhf.experience.sources import PROTOCOL, Answer, FunctionScorer, Record
 from megarlhf.train import http_server
 
 REMEMBERED = 256  # cached answers, for requests that are sent again
-REMEMBERED_SCORES = 2**17  # numbers in the cached answers
+REMEMBERED_SCORES = 2**17  # most numbers in the cached answers
 MOST_RESPONSES = 2**14  # of a request
 MOST_KEYS = 64  # of a request
 MOST_VALUES = 2**17  # in the records and unknown keys of a request, the keys of objects counted too

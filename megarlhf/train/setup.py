@@ -139,8 +139,8 @@ def refuse_used(run: Path) -> None:
 
 
 def check_writable(run: str) -> None:
-    """Refuse (UserError) an empty path, and one that is not a directory in which, or in whose first existing parent, a
-    file can be created."""
+    """Refuse (UserError) an empty path, and a directory in which no file can be created; in its first existing parent
+    if it does not exist."""
     if not run.strip():
         raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
     try:
