@@ -16,7 +16,6 @@ from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores
 from megarlhf.cluster import backend
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
-from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.train.clock import Clock
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class Models:
     sampler: Sampler
     scorer: Scorer
     prompts: PromptLoader
-    tokenizer: Tokenizer
     text: Pretraining | None = None
     average: Engine | None = None  # follows the actor
 

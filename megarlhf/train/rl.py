@@ -237,7 +237,6 @@ def assemble(
             dp_size=topology.data_size,
             seed=settings.seed,
         ),
-        tokenizer=start.tokenizer,
         text=None if plan.ptx is None else Pretraining(
             Loader(
                 plan.ptx,
