@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarlhf.algorithms.interface import Metrics
+from megarlhf.algorithms.interface import Metrics, State
 from megarlhf.algorithms.masked import last_valid, masked_sum, variance
 from megarlhf.batch import Rollout, Scores, Signals
 
@@ -94,6 +94,11 @@ def penalised_rewards(
 def signals(config: KLConfig) -> frozenset[str]:
     """What the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
     return frozenset({"kl"} if config.estimator == "exact" else ())
+
+
+def restored(state: State, config: KLConfig) -> State:
+    """A saved state with the coefficient of `config` where that is fixed: a run may be resumed with another."""
+    return state | {"kl_coef": config.coef} if config.controller == "fixed" else state
 
 
 def token_kl(signals: Signals, config: KLConfig) -> Tensor:

@@ -67,6 +67,7 @@ class Pretraining:
 class Progress:
     """What changes from step to step beside weights and optimizers; saved with every checkpoint."""
 
+    algorithm: str = "ppo"  # which has this state
     step: int = 0  # steps done: the key of the order of minibatches
     drawn: int = 0  # batches of prompts drawn: the data cursor, and the key of the sampled tokens
     state: State = field(default_factory=dict)  # of the algorithm
@@ -85,6 +86,7 @@ class Actions:
         self.step, self.group = progress.step, models.actor.topology.data_group
 
     def prompts(self) -> Prompts:
+        self.clock.enter("sample")
         prompts = self.models.prompts.batch(self.progress.drawn)
         self.progress.drawn += 1
         return prompts
@@ -111,6 +113,5 @@ class Actions:
         )  # fmt: skip
         return Batch(rollout, scores, signals, extra)
 
-    def follow(self, model: str, leader: str, decay: float) -> None:
-        """Move the weights of one model towards another's: decay * own + (1 - decay) * the leader's."""
-        getattr(self.models, model).follow(getattr(self.models, leader), decay)
+    def average(self, decay: float) -> None:
+        self.models.average.follow(self.models.actor, decay)
