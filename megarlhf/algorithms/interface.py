@@ -40,9 +40,8 @@ class Actions(Protocol):
     def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
         """The batch, with the signals that the algorithm asks for."""
 
-    def follow(self, model: str, leader: str, decay: float) -> None:
-        """Move the weights of one model (actor, critic, reference, average) towards another's: decay * own + (1 -
-        decay) * the leader's."""
+    def average(self, decay: float) -> None:
+        """Move the averaged model's weights towards the actor's: decay * own + (1 - decay) * the actor's."""
 
 
 def collect_once(act: Actions) -> Batch:
@@ -62,16 +61,21 @@ class Update:
 
 @dataclass(frozen=True)
 class OnlineAlgorithm:
-    """An algorithm that learns from its policy's samples. Functions without an `Actions` argument are pure."""
+    """An algorithm that learns from its policy's samples. Its functions are pure, except those with `Actions` or a
+    process group, which are collective."""
 
     make_experience: Callable[[Batch, State], Experience]  # credit, of this rank's rows
     updates: Callable[[int], dict[str, Update]]  # step -> {model: its update of each minibatch}, in this order
-    objective: Callable[[Batch, State], Metrics]  # metrics of every batch, refused ones included
+    # metrics of every batch, refused ones included; objective/scores and objective/kl (k1) among them, but none of the
+    # state's names
+    objective: Callable[[Batch, State], Metrics]
     # computations over all rows of a minibatch, on all ranks of the group: whitening
     minibatch: Callable[[Experience, dist.ProcessGroup], Experience] = lambda rows, group: rows
     collect: Callable[[Actions], Batch] = collect_once
     signals: frozenset[str] = frozenset()  # beside log-probs: values (of a critic), kl (exact, per token)
     state: State = field(default_factory=dict)  # at the start of a run
+    # a saved state -> the state to continue with under this configuration
+    restore: Callable[[State], State] = lambda state: state
     # (state, the batch's metrics, its number of responses) -> the state for the next batch
     adapt: Callable[[State, dict[str, float], int], State] = lambda state, values, batch_size: state
     after_update: Callable[[Actions], None] = lambda act: None  # of the actor
@@ -85,9 +89,8 @@ def share_trunk(algorithm: OnlineAlgorithm) -> OnlineAlgorithm:
     sums over the same tokens."""
 
     def updates(step: int) -> dict[str, Update]:
-        actor, critic = (algorithm.updates(step).get(model) for model in ("actor", "critic"))
-        if actor is None or critic is None:  # a critic's warm-up, say
-            return {"actor": actor or critic}
+        both = algorithm.updates(step)
+        actor, critic = both["actor"], both["critic"]
         return {"actor": replace(actor, loss=lambda outputs, rows: _sum(actor.loss, critic.loss, outputs, rows))}
 
     return replace(algorithm, updates=updates)
@@ -105,7 +108,7 @@ def averaged(algorithm: OnlineAlgorithm, decay: float) -> OnlineAlgorithm:
 
     def after_update(act: Actions) -> None:
         algorithm.after_update(act)
-        act.follow("average", "actor", decay)
+        act.average(decay)
 
     return replace(algorithm, after_update=after_update)
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarlhf.algorithms.interface import Metrics
+from megarlhf.algorithms.interface import Metrics, State
 from megarlhf.algorithms.masked import last_valid, masked_sum, variance
 from megarlhf.batch import Rollout, Scores, Signals
 
@@ -93,6 +93,11 @@ def penalised_rewards(
 def signals(config: KLConfig) -> frozenset[str]:
     """The signals that the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
     return frozenset({"kl"} if config.estimator == "exact" else ())
+
+
+def restored(state: State, config: KLConfig) -> State:
+    """A saved state, with the coefficient of `config` if that is fixed: a resumed run may have another one."""
+    return state | {"kl_coef": config.coef} if config.controller == "fixed" else state
 
 
 def token_kl(signals: Signals, config: KLConfig) -> Tensor:

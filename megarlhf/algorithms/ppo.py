@@ -76,6 +76,7 @@ def algorithm(config: PPOConfig) -> OnlineAlgorithm:
         minibatch=lambda rows, group: whiten_minibatch(rows, config=config, group=group),
         signals=frozenset({"values"}) | kl.signals(config.kl),
         state={"kl_coef": config.kl.coef},
+        restore=partial(kl.restored, config=config.kl),
         adapt=lambda state, values, batch_size: {
             "kl_coef": kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
         },

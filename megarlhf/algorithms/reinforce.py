@@ -1,15 +1,14 @@
 """REINFORCE on responses (Williams 1992, "Simple statistical gradient-following algorithms", eq. 11): no critic.
 
-A token's return is the sum of its and later rewards. The baseline is a moving average of whole responses' returns:
-
     A_t = sum_{u >= t} gamma^(u - t) r_u - b,   r: scores and KL penalty (algorithms/kl.py)
+
+The baseline b is a moving average over batches of the mean of a response's undiscounted rewards.
 
 Legend: B rows, R response columns.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -24,6 +23,7 @@ from megarlhf.algorithms.interface import Metrics, OnlineAlgorithm, Outputs, Sta
 from megarlhf.algorithms.kl import KLConfig, ScorePosition
 from megarlhf.algorithms.masked import masked_sum, whiten
 from megarlhf.batch import Batch, Experience
+from megarlhf.metrics import Max
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
         minibatch=partial(whiten_minibatch, config=config),
         signals=kl.signals(config.kl),
         state={"kl_coef": config.kl.coef, "baseline": 0.0, "baseline_weight": 0.0},
+        restore=partial(restored, config=config),
         adapt=partial(adapt, config=config),
         fixed_length=config.score_position == "last",
     )
@@ -96,8 +97,15 @@ def policy_loss(outputs: Outputs, rows: Experience) -> tuple[Tensor, Tensor, Met
     return total, count, {
         "reinforce/loss/policy": (total, count),
         "reinforce/policy/approxkl": (masked_sum(0.5 * difference**2, mask), count),
+        "reinforce/policy/ratio_max": Max(torch.where(mask, difference.exp(), 0).max()),
         "reinforce/policy/entropy": (masked_sum(outputs["entropy"], mask), count),
     }  # fmt: skip
+
+
+def restored(state: State, *, config: ReinforceConfig) -> State:
+    """A saved state -> the state to continue with under `config`."""
+    forget = {"baseline": 0.0, "baseline_weight": 0.0} if config.baseline == "none" else {}
+    return kl.restored(state, config.kl) | forget
 
 
 def adapt(state: State, values: dict[str, float], batch_size: int, *, config: ReinforceConfig) -> State:
@@ -105,7 +113,8 @@ def adapt(state: State, values: dict[str, float], batch_size: int, *, config: Re
     total weight of the batches so far."""
     coef = kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
     baseline, weight, seen = state["baseline"], state["baseline_weight"], values["objective/scores_total"]
-    if config.baseline == "moving" and math.isfinite(seen):
+    learned = "reinforce/loss/policy" in values  # a batch that the guard refused may have any score
+    if config.baseline == "moving" and learned:
         decay, before = config.baseline_decay, weight
         weight = decay * before + 1 - decay
         baseline = (decay * before * baseline + (1 - decay) * seen) / weight

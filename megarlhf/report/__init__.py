@@ -118,7 +118,7 @@ def read(directory: Path) -> Run:
         if not (directory / name).is_file():
             raise UserError(
                 f"{directory}: not a run directory, {name} is missing; give the one that `run:` of a configuration of "
-                "megarlhf sft, reward or ppo names"
+                "megarlhf sft, reward, ppo or rl names"
             )
     remedy = "put that of the run there again"
     config = configuration.read(directory / "run.yaml", "the configuration", remedy)
@@ -189,7 +189,9 @@ def _finite(value: Any) -> bool:
 
 def _facts(run: Run) -> dict[str, Any]:
     """What the page says of the run at its top."""
-    program = "ppo" if "ppo" in run.config else "reward" if "normalization" in run.config else "sft"
+    program = "reward" if "normalization" in run.config else "sft"
+    if "scoring" in run.config:
+        program = "ppo" if "ppo" in run.config else "rl"
     times = [time for record in run.records if _finite(time := record.get("time")) and 0 <= time < LAST_TIME]
     done = max((record["step"] for record in run.records), default=0)
     total = run.setting("training.steps")  # None: epochs are configured
@@ -209,7 +211,7 @@ def _facts(run: Run) -> dict[str, Any]:
     if gates := [name for name in run.names() if name.startswith("gate/")]:
         worst = max((y for name in gates for _, y in run.series(name) if _finite(y)), default=math.nan)
         facts["step-0 gate"] = f"passed, largest difference {number(worst, 2)} nats a token"
-    refused = sum("objective/scores" in record and "ppo/loss/policy" not in record for record in run.records)
+    refused = sum("objective/scores" in record and "grad_norm" not in record for record in run.records)
     if refused:
         facts["batches not learned from"] = refused
     return facts

@@ -16,7 +16,6 @@ from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores
 from megarlhf.cluster import backend
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
-from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.train.clock import Clock
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class Models:
     sampler: Sampler
     scorer: Scorer
     prompts: PromptLoader
-    tokenizer: Tokenizer
     text: Pretraining | None = None
     average: Engine | None = None  # follows the actor
 
@@ -69,6 +67,7 @@ class Pretraining:
 class Progress:
     """The loop's state beside weights and optimizers; saved with every checkpoint."""
 
+    algorithm: str = "ppo"  # the one that has this state
     step: int = 0  # steps done: the key of the order of minibatches
     drawn: int = 0  # batches of prompts drawn: the data cursor, and the key of the sampled tokens
     state: State = field(default_factory=dict)  # of the algorithm
@@ -87,6 +86,7 @@ class Actions:
         self.step, self.group = progress.step, models.actor.topology.data_group
 
     def prompts(self) -> Prompts:
+        self.clock.enter("sample")
         prompts = self.models.prompts.batch(self.progress.drawn)
         self.progress.drawn += 1
         return prompts
@@ -113,6 +113,5 @@ class Actions:
         )  # fmt: skip
         return Batch(rollout, scores, signals, extra)
 
-    def follow(self, model: str, leader: str, decay: float) -> None:
-        """Move the weights of one model towards another's: decay * own + (1 - decay) * the leader's."""
-        getattr(self.models, model).follow(getattr(self.models, leader), decay)
+    def average(self, decay: float) -> None:
+        self.models.average.follow(self.models.actor, decay)

@@ -40,7 +40,12 @@ def save(why: str, batch: Batch, experience: Experience, directory: Path, topolo
     if topology.tensor_rank == 0 and topology.first_stage:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(
-            {"why": why, "rollout": vars(batch.rollout), "experience": vars(experience)},
+            {
+                "why": why,
+                **{name: vars(part) for name, part in vars(batch).items() if name != "extra"},
+                "extra": batch.extra,
+                "experience": vars(experience),
+            },
             directory / f"step_{step:08d}_rank_{topology.data_rank}.pt",
         )
 

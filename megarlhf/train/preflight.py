@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def main(
         if number < 1:
             raise UserError(f"{flag}: must be at least 1, not {number}")
     if program is None:
-        counts = matches(path, programs)
+        counts = matches(path, programs, overrides)
         program = max(counts, key=lambda name: counts[name])
     settings = programs[program].load(path, overrides)
     world_size = nodes * per_node
@@ -84,13 +84,14 @@ def main(
         raise SystemExit(2)
 
 
-def matches(path: str, programs: dict[str, Program]) -> dict[str, int]:
-    """The number of a file's keys, down to the second level, that the configuration of each program has."""
+def matches(path: str, programs: dict[str, Program], overrides: Sequence[str] = ()) -> dict[str, int]:
+    """The number of keys of a file with overrides, down to the second level, that each program's configuration has."""
     try:
         tree = config.read(Path(path), "the configuration", "give an existing YAML file")
+        keys = {(key, None) for key in config.top_level(path, overrides)}
     except UserError:
-        tree = {}  # config.load says what is wrong
-    keys = {(key, sub) for key, value in tree.items() for sub in (value if isinstance(value, dict) else [None])}
+        tree, keys = {}, set()  # config.load says what is wrong
+    keys |= {(key, sub) for key, value in tree.items() if isinstance(value, dict) for sub in value}
     return {
         name: max(len(keys & _keys(configuration)) for configuration in program.configurations)
         for name, program in programs.items()
@@ -108,8 +109,10 @@ def belongs_to(path: str, program: str, programs: dict[str, Program]) -> str:
 
 def _keys(cls: type) -> set[tuple[str, str | None]]:
     found: set[tuple[str, str | None]] = set()
-    for name, kind in typing.get_type_hints(cls).items():
-        sections = [part for part in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(part)]
+    hints = typing.get_type_hints(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        kinds = (hints[name], *typing.get_args(hints[name]))
+        sections = [part for part in kinds if dataclasses.is_dataclass(part)]
         found.add((name, None))
         found |= {(name, field.name) for section in sections for field in dataclasses.fields(section)}
     return found
@@ -181,7 +184,7 @@ def check_disk(settings: RunConfig, architecture: Architecture) -> str:
     # beside the weights, the optimizer's fp32 weights and its two moments
     each = models * architecture.num_parameters * (weight + 12)
     if getattr(settings, "average", None) is not None:
-        each += architecture.num_parameters * weight
+        each += architecture.num_parameters * 4  # in fp32
     run = Path(settings.run)
     there = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     needed = max(0, each * (settings.checkpoint.keep + 1) - there)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megarlhf import checkpoint, config
-from megarlhf.algorithms.interface import OnlineAlgorithm, State
+from megarlhf.algorithms.interface import OnlineAlgorithm
 from megarlhf.cluster import job_checks
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
@@ -81,7 +81,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         )
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
-        read_progress(start.resume_from, algorithm.state)
+        read_progress(start.resume_from, settings.algorithm, algorithm)
     memory.check_sizes(
         start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
         micro_batch=training.micro_batch_size,
@@ -130,23 +130,23 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     return Plan(start=start, total_steps=training.steps, notes=tuple(notes), prompts=prompts, ptx=ptx)
 
 
-def read_progress(step_directory: Path, start: State) -> Progress:
-    """The loop's state in a step directory. `start`: the algorithm's initial state. Raises UserError for a state that
-    was not saved by this algorithm."""
+def read_progress(step_directory: Path, name: str, algorithm: OnlineAlgorithm) -> Progress:
+    """The loop's state in a step directory, as this algorithm continues with it. Raises UserError for a state that was
+    not saved by this algorithm."""
     state = checkpoint.read_state(step_directory)
     saved, where = state.get("progress"), str(step_directory / checkpoint.STATE)
-    if not isinstance(saved, dict) or saved.get("step") != state["step"]:
+    if not isinstance(saved, dict) or saved.get("step") != state["step"] or not saved.keys() & {"state", "kl_coef"}:
         raise UserError(f"{where}: its 'progress' is not that of an online run, or damaged; use another step directory")
     if "kl_coef" in saved:  # a checkpoint from when PPO was the only algorithm
         saved = {"step": state["step"], "drawn": state["step"], "refused": saved.get("refused", 0),
                  "state": {"kl_coef": saved["kl_coef"]}}  # fmt: skip
     progress = config.from_dict(Progress, saved, where)
-    if progress.state.keys() != start.keys():
+    if progress.algorithm != name:
         raise UserError(
-            f"{where}: the algorithm's state has the numbers {', '.join(progress.state) or 'none'}, not "
-            f"{', '.join(start) or 'none'}: it was saved by another algorithm; give a new run directory"
+            f"{where}: was saved by {progress.algorithm}, and the configuration asks for {name}; give a new run "
+            "directory, with this run as model.checkpoint"
         )
-    return progress
+    return replace(progress, state=algorithm.restore(algorithm.state | progress.state))
 
 
 def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepared:
@@ -188,7 +188,7 @@ def assemble(
     if critic_kind == "separate":
         own = {"optimizer": settings.critic.optimizer} if settings.critic.optimizer else {}
         critic = build("critic", start.architecture, topology, **(trains | own))
-    progress = Progress(state=algorithm.state)
+    progress = Progress(settings.algorithm, state=algorithm.state)
     new_head = ("value_head.",)
     origin = find_model(settings.reference.checkpoint) if settings.reference.checkpoint else start.source
     if origin is not None:
@@ -197,7 +197,7 @@ def assemble(
         checkpoint.load(actor, start.resume_from / "actor", weights_only=False)
         if critic is not None:
             checkpoint.load(critic, start.resume_from / "critic", weights_only=False)
-        progress = read_progress(start.resume_from, algorithm.state)
+        progress = read_progress(start.resume_from, settings.algorithm, algorithm)
     elif start.source is not None:
         checkpoint.load(actor, start.source, weights_only=True, fresh=new_head if shared else ())
         if critic is not None and settings.critic.checkpoint is not None:
@@ -237,7 +237,6 @@ def assemble(
             dp_size=topology.data_size,
             seed=settings.seed,
         ),
-        tokenizer=start.tokenizer,
         text=None if plan.ptx is None else Pretraining(
             Loader(
                 plan.ptx,

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar, Literal
 
 from megarlhf import config
 from megarlhf.algorithms import ppo, reinforce
 from megarlhf.algorithms.interface import OnlineAlgorithm, averaged, share_trunk
-from megarlhf.config import UserError
+from megarlhf.config import UnknownKeyError, UserError
 from megarlhf.data.prompts import PromptsConfig
 from megarlhf.data.sft import SFTDataConfig
 from megarlhf.experience.gate import GateConfig
@@ -131,6 +131,7 @@ class OnlineRunConfig(RunConfig):
     def value(self) -> OnlineAlgorithm:
         """The algorithm with this configuration's options."""
         made = ALGORITHMS[self.algorithm].algorithm(getattr(self, self.algorithm))
+        assert ("values" in made.signals) == ALGORITHMS[self.algorithm].critic, self.algorithm
         made = share_trunk(made) if self.critic_kind == "shared" else made
         return made if self.average is None else averaged(made, self.average)
 
@@ -145,10 +146,10 @@ def run_config(algorithm: str) -> type[OnlineRunConfig]:
     """The class of an algorithm's configurations."""
     entry = ALGORITHMS[algorithm]
     sections = {algorithm: entry.config} | ({"critic": CriticConfig} if entry.critic else {})
-    fields = [(name, section, field(default_factory=section)) for name, section in sections.items()]
+    own = [(name, section, field(default_factory=section)) for name, section in sections.items()]
     name = f"{algorithm}RunConfig"
     return make_dataclass(
-        name, fields, bases=(OnlineRunConfig,), frozen=True, kw_only=True, namespace={"algorithm": algorithm}
+        name, own, bases=(OnlineRunConfig,), frozen=True, kw_only=True, namespace={"algorithm": algorithm}
     )
 
 
@@ -166,6 +167,9 @@ def load(path: str | None, overrides: list[str], *, default: str | None = None) 
     if len(named) > 1:
         raise UserError(f"{given[named[1]]}: the sections {' and '.join(named)} name an algorithm each; keep one")
     if not named and default is None:
+        known = {field.name for name in ALGORITHMS for field in fields(run_config(name))}
+        for key in given.keys() - known:  # perhaps it is a file for another program
+            raise UnknownKeyError(f"{given[key]}: unknown key '{key}'; {config.nearest(key, sorted(known))}")
         raise UserError(
             f"{path or 'command line'}: no section names the algorithm; add one of: {', '.join(ALGORITHMS)} (empty for "
             "its defaults)"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarlhf import cli
+from megarlhf import cli, report
 from tests.e2e.runs import CLI, finish
 from tests.e2e.test_ppo import records, settings  # noqa: F401, a fixture
 from tests.ranks import ROOT
@@ -102,8 +102,20 @@ def test_ppo_by_its_other_name(path, tmp_path):
     assert numbers(tmp_path / "rl") == numbers(tmp_path / "ppo")
 
 
+def test_another_algorithm_does_not_go_on_with_a_run(path, tmp_path, ranks, capsys):
+    ranks.run(1, run_rl, path, [[f"run={tmp_path / 'run'}", "training.steps=2"]])
+    tree = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "reinforce"}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(tree | {"run": str(tmp_path / "run")}))
+    assert cli.main(["ppo", "--config", str(tmp_path / "ppo.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "state.json: was saved by reinforce, and the configuration asks for ppo; give a new run directory" in line
+    page = report.render(tmp_path / "run")
+    assert "megarlhf rl" in page and "not learned from" not in page
+
+
 MISTAKES = {
     "none": ("rl", ["reinforce"], {}, "no section names the algorithm; add one of: ppo, reinforce"),
+    "misspelt": ("rl", ["reinforce"], {"reinforc": {}}, "unknown key 'reinforc'; did you mean 'reinforce'?"),
     "two": ("rl", [], {"ppo": {}}, "the sections reinforce and ppo name an algorithm each; keep one"),
     "another": ("ppo", [], {}, "the section 'reinforce' names another algorithm than 'megarlhf ppo' runs"),
     "critic": ("rl", [], {"critic": {"kind": "shared"}}, "reinforce has no critic; remove the section"),

@@ -4,6 +4,7 @@ Names of details (P8, R3, ...) are those of docs on PPO's implementation details
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -280,6 +281,25 @@ def test_make_experience(mask, estimator):
     close(experience.advantages, advantages + own)
     close(experience.returns, returns)
     assert experience.tokens is rollout.tokens and experience.prompt_len == 2 and experience.mask is mask
+
+
+@MASKS
+def test_scores_of_tokens_are_rewards_of_their_own(mask):
+    """Each at its token, beside the outcome's; without any, every bit is as before. Their sums count in the metrics."""
+    rollout, plain, signals = rollout_of(mask)
+    steps = torch.where(mask, normal(ROWS, LENGTH, seed=9), 0)
+    options = dict(kl_coef=0.15, config=config_of(mask, whiten_rewards=False))
+    before, found = (
+        make_experience(rollout, scores, signals, **options) for scores in (plain, replace(plain, token_scores=steps))
+    )
+    close(found.rewards, before.rewards + steps)
+    expected = penalised_rewards(
+        plain.scores, kl_estimate(signals.logprobs, signals.ref_logprobs), mask, kl_coef=0.15,
+        score_position=options["config"].score_position,
+    )  # fmt: skip
+    assert torch.equal(before.rewards, expected)
+    said = objective(rollout, replace(plain, token_scores=steps), signals, kl_coef=0.15, config=KLConfig())
+    close(said["objective/scores"][0], plain.scores.sum() + steps.sum())
 
 
 @MASKS

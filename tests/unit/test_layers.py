@@ -188,7 +188,7 @@ def test_a_rank_on_a_gpu_starts_without_the_cpu_folder():
         "from megarlhf.cluster import backend\n"
         "assert backend.on_cuda()\n"
         "backend.install()\n"
-        "import megarlhf.models.build, megarlhf.train.ppo, megarlhf.experience.decoding"
+        "import megarlhf.models.build, megarlhf.train.rl, megarlhf.experience.decoding"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120

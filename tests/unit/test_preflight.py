@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from megarlhf import cli
+from megarlhf.algorithms import ppo
+from megarlhf.algorithms.kl import KLConfig
 from megarlhf.cluster import job_checks
 from megarlhf.cluster.job_checks import Facts, Speed
 from megarlhf.config import UserError
+from megarlhf.train import preflight
 from megarlhf.train.actions import Progress
 from megarlhf.train.rl import read_progress
 
@@ -184,11 +187,11 @@ def test_damage_at_resume(straight, tmp_path, capsys):
     [
         ('{"step": 3}', "its 'progress' is not that of an online run"),
         ('{"step": 3, "progress": {"step": 2, "kl_coef": 0.1}}', "its 'progress' is not that of an online run"),
+        ('{"step": 3, "progress": {"step": 3}}', "its 'progress' is not that of an online run"),
         (
-            '{"step": 3, "progress": {"step": 3}}',
-            "has the numbers none, not kl_coef: it was saved by another algorithm",
+            '{"step": 3, "progress": {"step": 3, "algorithm": "reinforce", "state": {}}}',
+            "was saved by reinforce, and the configuration asks for ppo; give a new run directory",
         ),
-        ('{"step": 3, "progress": {"step": 3, "state": {"kl_coef": 1.0, "baseline": 0.0}}}', "by another algorithm"),
         ('{"step": 3, "progress": {"step": 3, "state": {"kl_coef": "high"}}}', "kl_coef must be a number, not 'high'"),
         ('{"step": 3, "progress": {"step": 3, "kl_coef": NaN}}', "kl_coef must be a finite number"),
     ],
@@ -196,14 +199,28 @@ def test_damage_at_resume(straight, tmp_path, capsys):
 def test_damaged_progress(tmp_path, content, expected):
     (tmp_path / "state.json").write_text(content)
     with pytest.raises(UserError) as error:
-        read_progress(tmp_path, {"kl_coef": 0.1})
+        read_progress(tmp_path, "ppo", ppo.algorithm(ppo.PPOConfig()))
     assert str(tmp_path / "state.json") in str(error.value) and expected in str(error.value)
 
 
 def test_progress_of_older_checkpoints(tmp_path):
     (tmp_path / "state.json").write_text('{"step": 3, "progress": {"step": 3, "kl_coef": 0.25, "refused": 1}}')
-    progress = read_progress(tmp_path, {"kl_coef": 0.1})
-    assert progress == Progress(step=3, drawn=3, state={"kl_coef": 0.25}, refused=1)
+    for controller, coef in (("adaptive", 0.25), ("fixed", 0.05)):  # a fixed one is the configuration's
+        algorithm = ppo.algorithm(ppo.PPOConfig(kl=KLConfig(controller=controller)))
+        progress = read_progress(tmp_path, "ppo", algorithm)
+        assert progress == Progress("ppo", step=3, drawn=3, state={"kl_coef": coef}, refused=1)
+
+
+@pytest.mark.parametrize("content", ["reinforce: {}", "reinforce:", "reinforce: {gamma: 0.9}", ""])
+def test_the_program_is_found_by_the_algorithms_section(tmp_path, content):
+    """Also one without keys, or one that an override gives."""
+    (tmp_path / "run.yaml").write_text(f"run: r\nprompts: {{path: p}}\nscoring: {{}}\n{content}\n")
+    programs = {name: cli.find(name) for name in cli.TRAINING}
+    overrides = [] if content else ["reinforce.gamma=1"]
+    counts = preflight.matches(str(tmp_path / "run.yaml"), programs, overrides)
+    assert max(counts, key=lambda name: counts[name]) == "rl"
+    counts = preflight.matches(str(tmp_path / "run.yaml"), programs, ["ppo.gamma=1", "critic.kind=shared"])
+    assert content or max(counts, key=lambda name: counts[name]) == "ppo"
 
 
 def test_several_mistakes_at_once(model, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -41,13 +43,28 @@ def test_the_gradient_is_reinforces_and_stays_within_the_mask():
     assert count == STOPPED.sum() and not logprobs.grad[~STOPPED].any()
 
 
-def test_the_baseline_is_a_weighted_mean_of_batches():
+def test_the_baseline_is_a_weighted_mean_of_the_batches_that_were_learned_from():
     config, state, seen = ReinforceConfig(baseline_decay=0.8), STATE | {"baseline_weight": 0.0}, []
-    for score in (3.0, float("nan"), -1.0, 2.0):
-        state = reinforce.adapt(state, {"objective/kl": 1.0, "objective/scores_total": score}, 8, config=config)
-        seen += [score] if score == score else []
+    for score, learned in ((3.0, True), (-1e9, False), (-1.0, True), (math.nan, False), (2.0, True)):
+        values = {"objective/kl": 1.0, "objective/scores_total": score}
+        values |= {"reinforce/loss/policy": 0.1} if learned else {}
+        state = reinforce.adapt(state, values, 8, config=config)
+        seen += [score] if learned else []
         weights = [0.8**age for age in reversed(range(len(seen)))]
         close(state["baseline"], sum(w * s for w, s in zip(weights, seen, strict=True)) / sum(weights))
+
+
+def test_a_run_is_resumed_with_another_configuration():
+    """A fixed KL coefficient and an absent baseline are the configuration's; what adapts is the run's."""
+    for config, kept in (
+        (ReinforceConfig(kl=KLConfig(controller="adaptive")), STATE),
+        (ReinforceConfig(kl=KLConfig(coef=0.5)), STATE | {"kl_coef": 0.5}),
+        (
+            ReinforceConfig(kl=KLConfig(coef=0.5), baseline="none"),
+            {"kl_coef": 0.5, "baseline": 0, "baseline_weight": 0},
+        ),
+    ):
+        assert reinforce.algorithm(config).restore(STATE) == kept
 
 
 @pytest.mark.parametrize("more", [{}, {"baseline": "none"}], ids=["moving", "none"])
