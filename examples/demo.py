@@ -1,8 +1,7 @@
-"""make demo: the main job on 2 CPU ranks with tensor parallelism, from nothing, in minutes.
+"""make demo: the whole pipeline on 2 CPU ranks with tensor parallelism, from random weights, in minutes.
 
-SFT -> reward model -> PPO on film reviews written by a small grammar (reviews.py). The grammar knows each review's true
-sentiment, so what PPO reaches is judged by more than the reward model it was trained with. Everything lands in
-runs/demo/.
+SFT -> reward model -> PPO on film reviews that a small grammar makes (reviews.py). The grammar gives each review's true
+sentiment, so the result of PPO is measured independently of its reward model. All files are in runs/demo/.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def write_data() -> None:
 
 
 def summary(seconds: float) -> None:
-    """What improved, by the reward model and by the true judge."""
+    """Print the improvement, by the reward model and by the true judge."""
     perplexity = pipeline.column(OUT / "sft", "validation/perplexity")
     accuracy = pipeline.column(OUT / "reward", "validation/accuracy")
     scores, kl = (pipeline.column(OUT / "ppo", f"objective/{name}") for name in ("scores", "kl"))
@@ -70,7 +69,7 @@ def summary(seconds: float) -> None:
 
 
 def positive(samples: list[dict]) -> float:
-    """The share of responses that the true judge finds positive; undecided ones count half."""
+    """The share of responses that are positive by the true judge; undecided responses count half."""
     votes = [reviews.judge(sample["response"]) for sample in samples]
     return sum(1.0 if vote > 0.5 else 0.5 if vote == 0.5 else 0.0 for vote in votes) / len(votes)
 

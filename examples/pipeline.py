@@ -1,4 +1,4 @@
-"""What the examples share: a stage of the pipeline on 2 CPU ranks, JSONL in, metrics out."""
+"""Common functions of the examples: a stage of the pipeline on 2 CPU ranks, JSONL files, metrics of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def arguments(doc: str, out: str, files: tuple[str, ...]) -> argparse.Namespace:
-    """The command line `DIRECTORY [--out RUNS] [--seed N]`: checks that the data has `files`, begins with an empty
-    `out`."""
+    """Read the command line `DIRECTORY [--out RUNS] [--seed N]`. Checks that DIRECTORY has `files`; empties `out`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help=f"directory with {' and '.join(files)}")
     parser.add_argument("--out", type=Path, default=ROOT / out, help=f"for all runs, overwritten; default {out}")
@@ -35,7 +34,8 @@ def arguments(doc: str, out: str, files: tuple[str, ...]) -> argparse.Namespace:
 
 
 def stage(program: str, config: Path, directory: Path, *overrides: str) -> None:
-    """`megarlhf program` on 2 CPU ranks in `directory`, where the configuration's paths begin. Leaves if it fails."""
+    """`megarlhf program` on 2 CPU ranks in `directory`, to which the configuration's paths are relative. Exits if it
+    fails."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         "-m", "megarlhf", program, "--config", str(config), *overrides,
@@ -47,21 +47,21 @@ def stage(program: str, config: Path, directory: Path, *overrides: str) -> None:
 
 
 def report(run: Path) -> None:
-    """`megarlhf report` of a run."""
+    """Run `megarlhf report` on a run."""
     status = subprocess.run([sys.executable, "-m", "megarlhf", "report", str(run)], cwd=ROOT)
     if status.returncode:
         sys.exit(status.returncode)
 
 
 def write(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Rows as JSONL; returns how many."""
+    """Write rows as JSONL. Returns their number."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
 def read(path: Path, *keys: str) -> Iterator[dict]:
-    """Rows of JSONL, each with `keys`."""
+    """Read rows of JSONL; each must have `keys`."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -75,12 +75,12 @@ def read(path: Path, *keys: str) -> Iterator[dict]:
 
 
 def column(run: Path, name: str) -> list[float]:
-    """A metric's values over a run, in order."""
+    """A metric's values over a run, in the order of steps."""
     return [row[name] for row in read(run / "metrics.jsonl") if name in row]
 
 
 def shuffled(items: Iterable, seed: int) -> list:
-    """`items` in an order that `seed` gives."""
+    """`items` in a random order, a function of `seed`."""
     items = list(items)
     random.Random(seed).shuffle(items)
     return items

@@ -1,4 +1,4 @@
-"""Public data sets as JSONL for `megarlhf sft`.
+"""Convert public data sets to JSONL for `megarlhf sft`.
 
 python examples/prepare_sft.py sst2 train.tsv sst2.jsonl      # lines of sentence<TAB>label -> {"text"}
 python examples/prepare_sft.py gsm8k train.jsonl gsm8k.jsonl  # {"question", "answer"} -> {"prompt", "response"}

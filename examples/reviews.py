@@ -1,7 +1,8 @@
-"""Film reviews written by a small grammar, for the demo and the tests: text with a sentiment that is known exactly.
+"""Film reviews from a small grammar, for the demo and the tests: texts whose sentiment is known exactly.
 
 A review is an opening and three clauses about aspects of a film, each with an adjective. Most adjectives of a review
-share its sentiment. Because the words are known there is a true judge (`judge`) to hold a learned reward model against.
+share its sentiment. All words are known, so `judge` gives the true sentiment, which a trained reward model can be
+compared with.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Review:
 
 
 def reviews(count: int, seed: int) -> Iterator[Review]:
-    """`count` reviews, half of them positive on average; the same for the same seed."""
+    """`count` reviews, half of them positive on average; a function of the seed."""
     random_ = random.Random(seed)
     for _ in range(count):
         prompt, aspect = _prompt(random_)
@@ -90,7 +91,7 @@ def reviews(count: int, seed: int) -> Iterator[Review]:
 
 
 def preferences(count: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """`count` triples (prompt, a response, a response that the judge finds less positive)."""
+    """`count` triples (prompt, a response, a less positive response by the judge)."""
     random_ = random.Random(seed)
     while count:
         prompt, aspect = _prompt(random_)

@@ -1,9 +1,9 @@
-"""A reward model from real preferences: GSM8K, by the path of train.jsonl and example_model_solutions.jsonl.
+"""A reward model from real preferences: GSM8K's train.jsonl and example_model_solutions.jsonl.
 
-A small Llama learns from nothing to write questions and answers; from it a reward model learns to tell model solutions
-marked right from those marked wrong for the same question. The questions held out are not among those trained on. On 2
-CPU ranks, in minutes. A model of this size cannot do the sums: held-out accuracy shows that the path works and what
-can be told from the surface.
+A small Llama learns from random weights to write questions and answers. A reward model starts from it and learns to
+distinguish model solutions marked right from those marked wrong for the same question. The held-out questions are not
+trained on. It runs on 2 CPU ranks, in minutes. A model of this size cannot compute the answers: the held-out accuracy
+shows that the pipeline works, and how well the form of a solution predicts its mark.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def write_data(source: Path, out: Path) -> int:
-    """Returns the number of held-out pairs."""
+    """Write the data of both stages. Returns the number of held-out pairs."""
     rows = pipeline.read(source / TRAIN, "question", "answer")
     examples = [{"prompt": prompt(row["question"]), "response": " " + row["answer"]} for row in rows]
     train_tokenizer([e["prompt"] + e["response"] for e in examples], str(out / "tokenizer"), VOCABULARY)
@@ -55,7 +55,7 @@ def write_data(source: Path, out: Path) -> int:
 
 
 def pairs(row: dict) -> list[dict[str, str]]:
-    """Every right solution of a question with every wrong one."""
+    """Pairs of every right and every wrong solution of a question."""
     solutions = [value for value in row.values() if isinstance(value, dict)]
     for key in ("solution", "is_correct"):
         if any(key not in solution for solution in solutions):
@@ -65,24 +65,24 @@ def pairs(row: dict) -> list[dict[str, str]]:
 
 
 def prompt(question: str) -> str:
-    """A question as the model sees it, in both stages."""
+    """The prompt of a question, the same in both stages."""
     return f"Question: {question}\nAnswer:"
 
 
 def response(solution: str) -> str:
-    """A model's solution as train.jsonl writes them, the result behind ####."""
+    """A model's solution in the format of train.jsonl, with the result after ####."""
     return " " + solution.replace("\nA: ", "\n#### ")
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval for a share of `count` trials; z = 1.96: with 95% confidence."""
+    """Wilson's interval for a share of `count` trials; z = 1.96 for 95% confidence."""
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
     return centre - half, centre + half
 
 
 def summary(out: Path, held_out: int, seconds: float) -> None:
-    """What was reached on the held-out questions."""
+    """Print the results on the held-out questions."""
     perplexity = pipeline.column(out / "sft", "validation/perplexity")
     accuracy = pipeline.column(out / "reward", "validation/accuracy")
     low, high = wilson(accuracy[-1], held_out)

@@ -1,7 +1,7 @@
 """SFT -> reward model -> PPO -> report on real sentences: SST-2's train.tsv and dev.tsv (sentence<TAB>label).
 
-A small Llama learns from nothing to write film-review sentences, a reward model learns to tell positive from negative
-ones, and PPO makes the writer positive. On 2 CPU ranks, in minutes.
+A small Llama learns from random weights to write film-review sentences. A reward model learns to distinguish positive
+from negative sentences. PPO trains the Llama to write positive sentences. It runs on 2 CPU ranks, in minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 STAGES = (("sft", "supervised fine-tuning"), ("reward", "reward model"), ("ppo", "PPO"))
 VOCABULARY = 3000
 PROMPT_WORDS = 4
-TRAIN_PASSES, DEV_PASSES = 4, 3  # how often each sentence of the smaller class is paired, with another one every time
+TRAIN_PASSES, DEV_PASSES = 4, 3  # pairs of each sentence of the smaller class, with different partners
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def write_data(source: Path, out: Path) -> None:
-    """The tokenizer, and every stage's JSONL."""
+    """Write the tokenizer and the JSONL files of all stages."""
     train, dev = (sentences(source / f"{name}.tsv") for name in ("train", "dev"))
     texts = [text for text, _ in train]
     train_tokenizer(texts, str(out / "tokenizer"), VOCABULARY)
@@ -58,8 +58,8 @@ def sentences(path: Path) -> list[tuple[str, str]]:
 
 
 def pairs(rows: list[tuple[str, str]], passes: int) -> list[dict[str, str]]:
-    """Random pairs of a positive (chosen) and a negative (rejected) sentence, `passes` times over. The fraction of
-    such pairs that a model orders rightly is its area under the ROC curve."""
+    """Random pairs of a positive (chosen) and a negative (rejected) sentence, in `passes` passes over the smaller
+    class. The expected fraction of pairs that a model orders correctly is its area under the ROC curve."""
     found = []
     for number in range(passes):
         good, bad = ([text for text, label in pipeline.shuffled(rows, number) if label == sign] for sign in "10")
@@ -68,7 +68,7 @@ def pairs(rows: list[tuple[str, str]], passes: int) -> list[dict[str, str]]:
 
 
 def summary(out: Path, seconds: float) -> None:
-    """What was reached, and a sample from before and after PPO."""
+    """Print the results, and a sample from before and after PPO."""
     perplexity = pipeline.column(out / "sft", "validation/perplexity")
     accuracy = pipeline.column(out / "reward", "validation/accuracy")
     scores, kl = (pipeline.column(out / "ppo", f"objective/{name}") for name in ("scores", "kl"))

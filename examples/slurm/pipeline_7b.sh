@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a Hugging Face model to a PPO policy, as a chain of four jobs; run it on the login node, from the checkout's root:
+# From a Hugging Face model to a PPO policy, as a chain of four jobs. Run it on the login node, in the checkout:
 #
 #   bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key.sub=value ...]
 #     [convert:--ignore=KEY ...]
@@ -7,10 +7,10 @@
 #   bash examples/slurm/pipeline_7b.sh /models/llama --nodes=4 job.max_requeues=20 \
 #     sft:data.train=/data/sft.jsonl reward:data.train=/data/pairs.jsonl ppo:prompts.path=/data/prompts.jsonl
 #
-# convert -> SFT -> reward model -> PPO. Flags and keys are for the three jobs that train; with sft:, reward: or ppo: a
-# key is for that one. With convert: the options --ignore and --dtype of tools.convert are for the conversion. Each job
-# waits until the one before it has completed; when one fails or is cancelled, Slurm cancels those behind it. Site values
-# come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
+# convert -> SFT -> reward model -> PPO. Flags and keys are for the three jobs that train. The prefix sft:, reward: or
+# ppo: restricts a key to one of them. The prefix convert: gives the options --ignore and --dtype of tools.convert to the
+# conversion. Each job waits until the job before it has completed. If a job fails or is cancelled, Slurm cancels the
+# later jobs. Site settings come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
 set -euo pipefail
 if [ ! -f "${1:-}/config.json" ]; then
   echo "usage: bash examples/slurm/pipeline_7b.sh HF_DIRECTORY [sbatch flags] [key.sub=value ...] [PROGRAM:key=value ...]
@@ -39,7 +39,7 @@ done
 python=${MEGARLHF_PYTHON:-python3}
 if [ -z "${MEGARLHF_PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 
-# train PROGRAM AFTER key.sub=value: one of the three jobs that train
+# train PROGRAM AFTER key.sub=value: submit one of the three jobs that train, after the job AFTER
 train() {
   local own=() key
   for key in ${keys[@]+"${keys[@]}"}; do

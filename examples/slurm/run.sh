@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What the job scripts here share: start `megarlhf PROGRAM --config YAML [key.sub=value ...]` on all GPUs of the job, and
-# put the job back into the queue when the run asks for it. docs/slurm.md tells what each failure looks like.
+# The common part of the job scripts: start `megarlhf PROGRAM --config YAML [key.sub=value ...]` on all GPUs of the job,
+# and requeue the job when the run asks for it. docs/slurm.md describes each failure.
 #
 #   MEGARLHF_PYTHON   the interpreter   [.venv/bin/python if there is one and no CONTAINER_IMAGE, else python3]
-#   CONTAINER_IMAGE   run in this image, where Slurm has pyxis; CONTAINER_MOUNTS [this directory under its own name]
+#   CONTAINER_IMAGE   the image to run in (needs pyxis); CONTAINER_MOUNTS [this directory under its own name]
 set -euo pipefail
 program=$1 config=$2
 shift 2
@@ -15,7 +15,7 @@ if [ ! -f "$config" ]; then
 fi
 
 python=${MEGARLHF_PYTHON:-python3}
-# .venv is of this machine: in a container its interpreter may not start, or has a torch for no GPU.
+# .venv is for this machine: in a container its interpreter may not start, or its torch may not support GPUs.
 if [ -z "${MEGARLHF_PYTHON:-}${CONTAINER_IMAGE:-}" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 container=()
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
@@ -27,14 +27,14 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
     --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}")
 fi
 
-# The run says in this file whether it wants another attempt: it is absent until the ranks have met, then empty, and
-# holds the reason when there is one. srun's status cannot tell: when one rank leaves, the others are ended, and srun
+# The run uses this file to ask for another attempt: the file is absent until the ranks have met, then empty, and has the
+# reason if the run wants a requeue. srun's status cannot show this: when one rank exits, srun ends the others and
 # returns the highest status of all.
 export MEGARLHF_REQUEUE=$PWD/.requeue-$SLURM_JOB_ID
 early="a rank was killed before the ranks had met"
 last=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
 rm -f "$MEGARLHF_REQUEUE"
-# A month old: of jobs that were killed with their batch scripts.
+# Files older than a month are left from jobs that were killed with their batch scripts.
 find . -maxdepth 1 -name '.requeue-*' -mmin +43200 -delete || true
 trap 'rm -f "$MEGARLHF_REQUEUE"' EXIT
 
@@ -44,7 +44,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${containe
 
 reason=$(cat "$MEGARLHF_REQUEUE" 2>/dev/null || true)
 if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
-  # Nobody in the run could say this. Twice in a row is no accident.
+  # No rank could write the reason. A second time in a row has a lasting cause.
   limit=$({ cat "$config"; printf '%s\n' "$@"; } |
     sed -nE "s/^([^#]*[^#a-z_])?max_requeues[\"']? *[:=] *([0-9]+).*/\2/p" | tail -n 1)
   if [ "$last" = "$early" ]; then
@@ -58,7 +58,7 @@ if [ ! -e "$MEGARLHF_REQUEUE" ] && [ "$status" -gt 128 ]; then
   fi
 fi
 state=$(squeue -h -j "$SLURM_JOB_ID" -o %T || true)
-if [ -n "$reason" ] && [ "${state:-RUNNING}" = RUNNING ]; then # else it was cancelled
+if [ -n "$reason" ] && [ "${state:-RUNNING}" = RUNNING ]; then # else the job was cancelled
   echo "== requeue: $reason"
   if [ "$reason" = "$early" ]; then
     trap - EXIT
@@ -68,6 +68,6 @@ if [ -n "$reason" ] && [ "${state:-RUNNING}" = RUNNING ]; then # else it was can
   fi
   if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
   rm -f "$MEGARLHF_REQUEUE"
-  exit 75 # not finished, so no job that depends on this one may start
+  exit 75 # not finished: jobs that depend on this one must not start
 fi
 exit "$status"

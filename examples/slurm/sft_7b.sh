@@ -3,8 +3,8 @@
 #
 #   sbatch examples/slurm/sft_7b.sh [key.sub=value ...]      from the checkout's root
 #
-# Account, partition and the like come from SBATCH_ACCOUNT, SBATCH_PARTITION, ... or from sbatch's flags. It saves and
-# leaves before its time is up, goes back into the queue and goes on; so --time may be whatever the site allows.
+# Account, partition and other site settings come from SBATCH_ACCOUNT, SBATCH_PARTITION, ... or from sbatch's flags. The
+# job saves and exits before its time limit, is requeued and resumes, so --time may be any limit that the site allows.
 #SBATCH --job-name=sft_7b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
