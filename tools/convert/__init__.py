@@ -1,1 +1,1 @@
-"""Checkpoint conversion: `python -m tools.convert --help`. See convert.py for the whole, families/ for the tables."""
+"""Checkpoint conversion: `python -m tools.convert --help`. convert.py has the conversions, families/ the tables."""

@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         if workers is None or workers.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as stop:  # or _stop: temporary directories are gone by now
+    except KeyboardInterrupt as stop:  # or by _stop: temporary directories are removed by now
         number = stop.args[0] if stop.args else signal.SIGINT
         print(f"error: stopped by {signal.Signals(number).name}; nothing was written", file=sys.stderr)
         if workers is not None:

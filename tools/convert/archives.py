@@ -1,4 +1,4 @@
-"""`.nemo` archives: unpacked beside the target, completely and nowhere else, and removed again."""
+"""`.nemo` archives: unpacked in full beside the target, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from megarlhf.config import UserError
 from tools.convert.storage import lock
 
 PREFIX = ".nemo-"
-# Weights hardly compress; an archive that becomes larger than this many times its own size was made to fill the disk.
+# Weights hardly compress. An archive that unpacks to more than this many times its size is an attack on the disk.
 RATIO = 100
 
 
 @contextlib.contextmanager
 def unpacked(source: Path, beside: Path) -> Iterator[Path]:
-    """A `.nemo` archive as a directory: itself if it is one, else unpacked in `beside` and removed at the end."""
+    """A `.nemo` archive as a directory. A directory is returned as it is; a file is unpacked in `beside` and removed at
+    the end."""
     if source.is_dir():
         yield source
         return
@@ -36,7 +37,7 @@ def unpacked(source: Path, beside: Path) -> Iterator[Path]:
 
 
 def _sweep(beside: Path) -> None:
-    """Remove what killed conversions left in `beside`: directories that nobody holds locked any more."""
+    """Remove the remains of killed conversions in `beside`: directories without a held lock."""
     for left in beside.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, UserError):
             if time.time() - left.stat().st_mtime > 60:  # a new one has its lock by then

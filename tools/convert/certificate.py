@@ -1,4 +1,4 @@
-"""certificate.json beside a conversion's output: what was read and what was written, tensor by tensor.
+"""certificate.json beside a conversion's output: the tensors that were read and written, with their hashes.
 
 It has no times and no paths, so the same conversion gives the same certificate on one process and on many.
 """
@@ -30,7 +30,7 @@ def sha256(tensor: Tensor) -> str:
 
 
 def union(parts: Iterable[Hashes], names: Iterable[str], verb: str) -> Hashes:
-    """The hashes that all processes found, in the order of `names`; every name must have come exactly once."""
+    """Merge the hashes of all processes in the order of `names`; every name must occur exactly once."""
     out: Hashes = {}
     for part in parts:
         for name, value in part.items():
@@ -51,7 +51,7 @@ def entries(specs: dict[str, Spec], hashes: Hashes) -> dict[str, Any]:
 
 
 def files(directory: Path) -> Hashes:
-    """SHA-256 of everything in `directory` that holds no tensors: configuration, tokenizer, architecture."""
+    """SHA-256 of every file in `directory` without tensors: configuration, tokenizer, architecture."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
@@ -60,7 +60,7 @@ def files(directory: Path) -> Hashes:
 
 
 def compare_files(directory: Path, certified: Hashes) -> None:
-    """UserError with the first file that is not what was certified, or that was added to the tokenizer."""
+    """Raise UserError for the first file that differs from its certificate, or that was added to the tokenizer."""
     found = files(directory)
     for name in [*certified, *found]:
         if found.get(name) != certified.get(name) and (name in certified or name.startswith("tokenizer")):
@@ -97,7 +97,7 @@ def _whole(certificate: dict[str, Any]) -> bool:
 
 
 def compare(what: str, where: str, certified: dict[str, Any], found: dict[str, Any]) -> None:
-    """UserError with the first tensor in which `found` is not what was `certified`."""
+    """Raise UserError for the first tensor in which `found` differs from `certified`."""
     for name in [*certified, *(found.keys() - certified.keys())]:
         if name not in found:
             raise UserError(f"{where}: {what} tensor '{name}' is in the certificate but not in the files")

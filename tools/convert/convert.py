@@ -1,5 +1,6 @@
 """hf2megatron, nemo2megatron, megatron2megatron, megatron2hf and verify: read a step's inputs, convert, write its
-outputs. In memory are one step, or as many as fit the two largest tensors: they are hashed while the next ones come."""
+outputs. Memory holds one step, or as many as fit into the size of the two largest tensors: they are hashed while the
+next steps are read."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says beside source and target; None leaves it to the source."""
+    """Options of the command line beside source and target; None takes the source's value."""
 
     dtype: str | None = None
     role: str | None = None  # megatron2hf: which model of a checkpoint
     tokenizer: Path | None = None  # nemo2megatron, megatron2megatron: instead of the source's
     vocab_size: int | None = None  # megatron2megatron: where the arguments lack it
-    ignore: tuple[str, ...] = ()  # keys of the source's configuration that change nothing, says the user
+    ignore: tuple[str, ...] = ()  # keys of the source's configuration that the user declares harmless
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def megatron2hf(source: Path, target: Path, options: Options = Options(), worker
 
 
 def _undamaged(directory: Path, workers: Workers) -> None:
-    """Refuse (UserError) a model whose files are not what was written; each process reads its share."""
+    """Refuse (UserError) a model whose files differ from their checksums; each process reads its share."""
     if damage := checksums.damage(directory, rank=workers.rank, size=workers.size):
         raise UserError(damage)
 
@@ -171,7 +172,7 @@ def _opened(command: str, source: Path, target: Path, options: Options, workers:
 def plan(
     found: dict[str, Spec], expected: dict[str, Shape], steps: Sequence[Step], dtype: torch.dtype | None, where: str
 ) -> dict[str, Spec]:
-    """The specs of everything `steps` will write; UserError unless `found` is exactly what they read."""
+    """The specs of all outputs of `steps`; UserError unless `found` has exactly their inputs."""
     remedy = "the weights are damaged or belong to another configuration"
     for name, shape in expected.items():
         if name not in found:
@@ -204,7 +205,7 @@ def plan(
 def transfer(
     reader: Reader, writer: Writer, specs: dict[str, Spec], steps: Sequence[Step], title: str, workers: Workers
 ) -> tuple[Hashes, Hashes]:
-    """Run `steps` from `reader` to `writer`, shared over the processes; the hashes of what was read and written."""
+    """Run `steps` from `reader` to `writer`, divided over the processes. Returns the hashes of inputs and outputs."""
     mine = _share(writer, specs, steps, workers)
     total = sum(reader.specs[name].nbytes for step in mine for name in step.inputs)
     room = sum(sorted((spec.nbytes for spec in [*reader.specs.values(), *specs.values()]), reverse=True)[:2])
@@ -217,7 +218,7 @@ def transfer(
             tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=workers.rank > 0 or None) as bar,
             ThreadPoolExecutor(2) as pool,
         ):
-            under_way: deque[tuple[int, list[tuple[Hashes, str, Future[str]]]]] = deque()  # bytes, hashes to come
+            under_way: deque[tuple[int, list[tuple[Hashes, str, Future[str]]]]] = deque()  # bytes, pending hashes
             try:
                 for step in mine:
                     nbytes = sum(reader.specs[name].nbytes for name in step.inputs)
@@ -243,7 +244,7 @@ def transfer(
 
 
 def _share(writer: Writer, specs: dict[str, Spec], steps: Sequence[Step], workers: Workers) -> list[Step]:
-    """This process's steps: the writer's units go one by one to whoever has the fewest bytes so far."""
+    """This process's steps: each of the writer's units goes to the process with the fewest bytes so far."""
     units: dict[Any, list[Step]] = {}
     for step in steps:
         units.setdefault(writer.unit(step.outputs[0]), []).append(step)
@@ -257,7 +258,7 @@ def _share(writer: Writer, specs: dict[str, Spec], steps: Sequence[Step], worker
 
 
 def _run(step, reader: Reader, writer: Writer, specs, pool: ThreadPoolExecutor, read: Hashes, written: Hashes):
-    """One step; its hashes are under way. They hold its tensors, and nothing else does once this returns."""
+    """Run one step and start its hashes. After the return only the pending hashes hold its tensors."""
     inputs = read_together(reader, step.inputs)
     outputs = [
         _rounded(name, tensor, specs[name].dtype)
@@ -292,7 +293,7 @@ def _settle(under_way: deque) -> None:
 
 
 class _Nowhere:
-    """The writer of a run that is only looked at."""
+    """A writer that writes nothing, for `verify`."""
 
     def unit(self, name: str) -> str:
         return name
@@ -309,7 +310,7 @@ class _Nowhere:
 
 @contextlib.contextmanager
 def _shared(target: Path, workers: Workers) -> Iterator[Path]:
-    """`completed` for all processes: the first one makes the directory and gives it its name."""
+    """`completed` for all processes: the first process makes the directory and gives it its name."""
     making = completed(target)
     partial = workers.first(making.__enter__)
     try:

@@ -1,4 +1,4 @@
-"""Where megatron2hf starts: a model of megarlhf, with what transformers wants to know about it."""
+"""The source of megatron2hf: a model of megarlhf, with the configuration that transformers needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER_HEAD = {False: "value_head.", True: "output_layer."}  # by whether a scala
 
 
 def open_model(source: Path, role: str | None) -> tuple[Source, dict[str, Any], tuple[str, ...]]:
-    """A model of ours as the source of megatron2hf, with its config.json and what to tell the user."""
+    """A model of megarlhf as the source of megatron2hf, with its config.json and notes for the user."""
     model, role = find_exported(source, role)
     tokenizer = find_tokenizer(source)
     architecture = Architecture.load(model)
@@ -65,7 +65,7 @@ def open_model(source: Path, role: str | None) -> tuple[Source, dict[str, Any], 
 
 
 def find_exported(source: Path, role: str | None) -> tuple[Path, str]:
-    """(model directory, role) that megatron2hf exports from `source`. A critic that shares the actor's trunk stands in
+    """(model directory, role) that megatron2hf exports from `source`. A critic that shares the actor's trunk is in
     the actor's directory."""
     try:
         model = find_model(source, role or "actor")

@@ -1,8 +1,9 @@
 """Hugging Face model directories: config.json, safetensors in one file or in shards with an index, tokenizer files.
 
-The safetensors format is read and written here rather than with its library, which maps whole files (so that a process
-grows by their size), accepts a header that has a name twice, and writes only files whose tensors are all in memory. The
-format: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, the bytes of the tensors.
+This module reads and writes the safetensors format without its library. The library maps whole files (so the memory of
+a process grows by their size), accepts a header that has a name twice, and writes only files whose tensors are all in
+memory. The format: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, the bytes of
+the tensors.
 """
 
 from __future__ import annotations
@@ -218,14 +219,14 @@ class Writer:
         self._written.append(name)
 
     def close(self) -> list[str]:
-        """End the open file; what this process wrote, for `finish`."""
+        """Close the open file. Returns a record of this process's files, for `finish`."""
         if self._file is not None:
             self._file.close()
             self._file = None
         return self._written
 
     def finish(self, written: list[list[str]]) -> None:
-        """Complete the directory from what all processes wrote."""
+        """Complete the directory from the records of all processes."""
         assert sorted(name for part in written for name in part) == sorted(self._specs)
         files = {name: record.file.name for name, record in self._records.items()}
         if set(files.values()) != {SINGLE}:
@@ -233,7 +234,7 @@ class Writer:
             write_json(self.directory / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
     def _lay_out(self, path: Path, shard: dict[str, Spec]) -> None:
-        """The header: offsets follow from the specs. Wider dtypes come first, which keeps all tensors aligned."""
+        """The header: offsets follow from the specs. Wider dtypes come first, so all tensors are aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, spec in sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as text: for Hugging Face directories and for ours."""
+"""The contents of a checkpoint as text, for Hugging Face directories and for checkpoints of megarlhf."""
 
 from __future__ import annotations
 

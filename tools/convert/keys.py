@@ -1,8 +1,8 @@
 """Which keys of a source's configuration a conversion understands.
 
-A key that nobody looked at may change the network without a trace in the weights, so every key needs a place in a
-table: it is translated (`used`), or has values with which the network is ours (`fixed`), or says nothing about what the
-network computes (`harmless`). Any other key is refused by its name. `--ignore KEY` overrules that for one key.
+An unknown key may change the network without a trace in the weights, so every key needs an entry in a table: `used`
+(translated), `fixed` (only some of its values give a network that megarlhf computes), or `harmless` (no effect on the
+network). Any other key is refused by its name. `--ignore KEY` admits one such key.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Keys:
     used: str  # names
     fixed: dict[str, tuple]  # name -> the values that can be converted
     harmless: str  # patterns of the shell, such as lr_*
-    null_is_absent: bool = False  # where an option that was not given stands as null
+    null_is_absent: bool = False  # the format writes an option without a value as null
 
     def also(self, used: str = "", fixed: dict[str, tuple] | None = None, harmless: str = "") -> Keys:
-        """With more keys; one that has values here is fixed, whatever it was."""
+        """These tables with more keys; a key with values here becomes fixed."""
         left = [name for name in self.used.split() if name not in (fixed or {})]
         return Keys(
             " ".join([*left, used]), self.fixed | (fixed or {}), f"{self.harmless} {harmless}", self.null_is_absent
         )
 
     def check(self, config: dict[str, Any], ignore: Collection[str] = ()) -> None:
-        """ValueError("key: what; remedy") for the first key that may make it another network."""
+        """ValueError("key: what; remedy") for the first key that may change the network."""
         for key, value in config.items():
             if key in self.fixed and not any(same(value, other) for other in self.fixed[key]):
                 known = " or ".join(map(_said, self.fixed[key]))

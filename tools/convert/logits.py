@@ -1,6 +1,6 @@
-"""verify --logits: the model of transformers and ours, side by side, on the same tokens.
+"""verify --logits: compares the model of transformers with that of megarlhf on the same tokens.
 
-The only part of the converter that imports megatron and opens a process group, of this one process.
+This is the only part of the converter that imports megatron and opens a process group (of one process).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4  # in fp32
 
 
 def compare(source: Path, target: Path) -> str:
-    """UserError unless the log-probs (of a reward model: the scores) of `source` and `target` agree."""
+    """Raise UserError unless the log-probs (of a reward model: the scores) of `source` and `target` agree."""
     known = certificate.load(target)
     if known["command"] not in ("hf2megatron", "megatron2hf"):
         raise UserError(f"{target}: transformers cannot run its source; convert it on with megatron2hf and verify that")

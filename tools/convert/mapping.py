@@ -1,4 +1,4 @@
-"""What a family's table is made of: rows that work in both directions.
+"""The elements of a family's table: rows that work in both directions.
 
 Legend: h hidden size, f feed-forward size, d head size, ng query groups, r heads per group.
 """
@@ -18,7 +18,7 @@ from tools.convert.keys import Keys
 
 @dataclass(frozen=True)
 class Pair:
-    """Two functions that undo each other. They only rearrange, so on the meta device they tell shapes."""
+    """Two inverse functions. They only rearrange elements, so on the meta device they compute shapes."""
 
     to_ours: Callable[[Sequence[Tensor]], Tensor]
     to_theirs: Callable[[Tensor], Sequence[Tensor]]
@@ -62,12 +62,12 @@ def qkv(architecture: Architecture) -> Pair:
 
 
 def stacked(pair: Pair) -> Pair:
-    """For three tensors of equal size that the other side keeps as one, [q; k; v]."""
+    """For three tensors of equal size that are one tensor on the other side, [q; k; v]."""
     return Pair(lambda tensors: pair.to_ours(tensors[0].chunk(3)), lambda tensor: [cat(pair.to_theirs(tensor))])
 
 
 def transposed(pair: Pair) -> Pair:
-    """For weights that the other side keeps as [in, out] (GPT-2's Conv1D)."""
+    """For weights that are [in, out] on the other side (GPT-2's Conv1D)."""
     return Pair(
         lambda tensors: pair.to_ours([tensor.t() for tensor in tensors]),
         lambda tensor: [part.t() for part in pair.to_theirs(tensor)],
@@ -76,7 +76,7 @@ def transposed(pair: Pair) -> Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors of theirs that make one of ours. `{i}` in the names stands for every layer."""
+    """Source tensors that make one target tensor. `{i}` in the names is the number of a layer."""
 
     theirs: tuple[str, ...]
     ours: str

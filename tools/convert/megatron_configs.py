@@ -1,7 +1,7 @@
 """The configurations of NeMo 1, NeMo 2 and Megatron-LM -> fields of `Architecture`.
 
-Each function raises ValueError("key: what; remedy") for what our model cannot compute; keys that it does not read are
-those of megatron_keys.py.
+Each function raises ValueError("key: what; remedy") for a value that megarlhf cannot compute. The keys that it does
+not read are in megatron_keys.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.convert.keys import Keys
 
-# Switches of parts that our network has not; what belongs to such a part is harmless while its switch is off.
+# Switches of parts that megarlhf does not have. The keys of such a part are harmless while its switch is off.
 _FIXED: dict[str, tuple] = {
     "rotary_interleaved": (False,),
     "apply_residual_connection_post_layernorm": (False,),

@@ -89,7 +89,7 @@ class Reader:
         return self._merge(name, parts, self._up(name))[: self.specs[name].shape[0]].clone()
 
     def _add(self, path: Path, first: int, *, last: bool) -> int:
-        """Take in one file; its layers are numbered from `first`. Returns the number of the layer after its last."""
+        """Add one file, whose layers are numbered from `first`. Returns the number after its last layer."""
         content = pickles.read(path, foreign=True)
         end = first
         for name, tensor in _flat(weights(content, path)):
@@ -107,7 +107,7 @@ class Reader:
         return end
 
     def _check_tied(self, tied: bool) -> None:
-        """A tied model's last stage keeps a copy of the embedding."""
+        """The last stage of a tied model has a copy of the embedding."""
         copies = self._parts.get("output_layer.weight")
         if not tied or copies is None:
             return

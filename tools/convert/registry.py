@@ -1,4 +1,4 @@
-"""The families that convert, and what follows from their tables: architectures, shapes on both sides, steps."""
+"""The table of families, and functions of it: architectures, shapes on both sides, steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_config(config: dict[str, Any], where: str, ignore: Collection[str] = ()
 
 
 def describe(family: str, fields: dict[str, Any], where: str) -> Architecture:
-    """The architecture with these fields; UserError for what is no model."""
+    """The architecture with these fields; UserError if they do not describe a model."""
     with understood(where):
         for key, value in fields.items():
             if isinstance(value, int) and value > LARGEST:
@@ -138,7 +138,7 @@ def steps_to_theirs(architecture: Architecture, scalar: bool = False) -> list[St
 
         def fold(tensors: Sequence[Tensor]) -> list[Tensor]:
             weight, _, gain, _ = tensors
-            if weight.is_meta or gain.item() == 1:  # the shape alone is asked for; or the bits stay
+            if weight.is_meta or gain.item() == 1:  # only the shape is needed; or the bits do not change
                 return [weight]
             return [weight.float() * gain.float()]
 
@@ -155,7 +155,8 @@ def _rows(architecture: Architecture, scalar: bool) -> list[Row]:
 
 
 def choose_family(architecture: Architecture) -> Architecture:
-    """With the family whose table can say it; Megatron's own files name none. Without one it trains all the same."""
+    """The architecture with a family whose table can express it, because Megatron's files name none. A model without a
+    family can be trained but not exported."""
     for name in FAMILIES:
         candidate = dataclasses.replace(architecture, family=name)
         try:

@@ -1,4 +1,4 @@
-"""Where a conversion to our format starts: the readers of all formats, with what the tensors mean."""
+"""The sources of conversions to megarlhf: the readers of all formats, with the meaning of the tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def _prepare(reader: huggingface.Reader, family: Family, architecture: Architect
 
 
 def _tied_head(reader: huggingface.Reader, family: Family, architecture: Architecture) -> list[str]:
-    """Some files store the output layer although it is tied; if it differs, the configuration is wrong."""
+    """Some files store the output layer although it is tied. If it differs from the embedding, the configuration is
+    wrong."""
     embedding = next(row.theirs[0] for row in family.rows(architecture) if row.ours == EMBEDDING)
     head = family.head
     if head not in reader.specs or embedding not in reader.specs:

@@ -1,8 +1,8 @@
 """A SentencePiece model for transformers.
 
-transformers guesses how a lone `tokenizer.model` is to be used, and its tokens are then others: it neither reads the
-model's normalization nor whether it puts a space in front. So the model is written out as a `tokenizer.json`, and what
-transformers makes of the files is compared with SentencePiece before anybody gets them.
+From a `tokenizer.model` without a `tokenizer.json`, transformers makes other tokens than SentencePiece: it reads
+neither the model's normalization nor its rule for a leading space. So this module writes the model as a
+`tokenizer.json`, and compares the tokens of transformers with those of SentencePiece before the conversion ends.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def files(model: Path) -> dict[str, str]:
 
 
 def difference(model: Path, directory: Path) -> str | None:
-    """How transformers tokenizes with the files in `directory` otherwise than SentencePiece with `model`; None if it
-    does not, on TEXTS and on texts with the model's own symbols."""
+    """The difference between the tokens of transformers with the files in `directory` and those of SentencePiece with
+    `model`, on TEXTS and on texts with the model's own symbols; None if there is none."""
     from transformers import AutoTokenizer
 
     exact = sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -76,8 +76,8 @@ def difference(model: Path, directory: Path) -> str | None:
 
 
 def keep_if_equal(directory: Path) -> tuple[str, ...]:
-    """A SentencePiece model for which transformers has no equal goes where it looks for none: no tokenizer is better
-    than other tokens. Returns what to tell the user."""
+    """Move a SentencePiece model without an equal in transformers to a directory where transformers does not look: no
+    tokenizer is better than wrong tokens. Returns a note for the user."""
     (model,) = directory.glob("*.model")
     other = difference(model, directory)
     if other is None:

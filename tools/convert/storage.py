@@ -1,4 +1,4 @@
-"""What the readers and writers of all formats share.
+"""Common parts of the readers and writers of all formats.
 
 A reader has `specs`, the tensors by name, and `read(name)`. A writer is made from the specs of all tensors. Several
 processes can write together, each with a writer of its own: tensors of one `unit` must come from one process, in order;
@@ -29,8 +29,8 @@ SHARD_BYTES = 5_000_000_000
 
 @contextlib.contextmanager
 def understood(where: str) -> Iterator[None]:
-    """For reading settings that others wrote: what is missing or of another kind is a UserError that begins with
-    `where`. A ValueError's own text is made for users ("key: what; remedy")."""
+    """For reading foreign settings: a missing value or one of a wrong type raises a UserError that begins with `where`.
+    A ValueError's own text is made for users ("key: what; remedy")."""
     try:
         yield
     except UserError:
@@ -102,8 +102,8 @@ class Writer(Protocol):
 
 @contextlib.contextmanager
 def lock(path: Path, *, certain: bool = False) -> Iterator[None]:
-    """Hold the file `path`, made for it and removed at the end; UserError if another process does. A process that dies
-    lets go of it. Some file systems have no locks: there it holds nothing, or fails with OSError if `certain`."""
+    """Hold the file `path`, made for it and removed at the end; UserError if another process does. The lock of a
+    process that dies is released. On a file system without locks it holds nothing, or raises OSError if `certain`."""
     while True:
         with open(path, "a") as file:
             try:
@@ -115,7 +115,7 @@ def lock(path: Path, *, certain: bool = False) -> Iterator[None]:
                     raise
             try:
                 if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    continue  # the holder before removed it meanwhile, and somebody made a new one
+                    continue  # the previous holder removed it meanwhile, and another process made a new one
             except FileNotFoundError:
                 continue
             try:

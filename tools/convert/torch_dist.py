@@ -130,7 +130,7 @@ class Reader:
             return _part(torch.load(blob, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths)
 
     def _check_files(self) -> None:
-        """All that `.metadata` speaks of must be there, or it could make us build lists without an end."""
+        """Check that everything in `.metadata` exists; otherwise a damaged file could cause lists of any length."""
         sizes: dict[str, int] = {}
         for index, info in self._metadata.storage_data.items():
             file = self.directory / info.relative_path
@@ -204,7 +204,7 @@ class Writer:
         self._written[name] = (start, self._hashed.tell() - start)
 
     def close(self) -> tuple[dict[str, tuple[int, int]], dict[str, Checksum]]:
-        """End the open file; what this process wrote, for `finish`."""
+        """Close the open file. Returns a record of this process's files, for `finish`."""
         if self._file is not None:
             self._file.truncate()
             self._file.close()
@@ -213,7 +213,7 @@ class Writer:
         return self._written, self.checksums
 
     def finish(self, written: list[tuple[dict[str, tuple[int, int]], dict[str, Checksum]]]) -> None:
-        """Complete the directory from what all processes wrote."""
+        """Complete the directory from the records of all processes."""
         places = {name: place for part, _ in written for name, place in part.items()}
         self.checksums = {name: checksum for _, part in written for name, checksum in part.items()}
         assert places.keys() == self._specs.keys(), self._specs.keys() - places.keys()
@@ -229,7 +229,7 @@ class Writer:
 
 
 def _chunk(place: tuple[int, ...], spec: Spec) -> ChunkStorageMetadata:
-    """Where the tensor at `place` of a stack lies in the whole stack."""
+    """The position of the tensor at `place` in the whole stack."""
     offsets, sizes = (*place, *(0 for _ in spec.shape)), (*(1 for _ in place), *spec.shape)
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 

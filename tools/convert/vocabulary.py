@@ -1,4 +1,4 @@
-"""How many ids a tokenizer's files have, read from the files themselves."""
+"""The number of ids of a tokenizer, read from its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.convert.storage import understood
 
 
 def size(files: dict[str, Path | str]) -> int | None:
-    """The largest id + 1 of the tokenizer in `files` (name -> file); None if they do not say."""
+    """The largest id + 1 of the tokenizer in `files` (name -> file); None if they do not show it."""
     with understood(str(next(iter(files.values()), ""))):
         return _size(files)
 

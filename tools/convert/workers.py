@@ -1,4 +1,5 @@
-"""One process, or the ranks of `mpirun -n N python -m tools.convert ...`: who does what, and that all fail together."""
+"""One process, or the ranks of `mpirun -n N python -m tools.convert ...`: the division of the work, and a common
+failure."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Workers:
                 )
 
     def together(self, action: Callable[[], Any]) -> list[Any]:
-        """Everybody's result of `action`; if it fails anywhere it fails everywhere, with the first rank's message."""
+        """The results of `action` on all processes. If it fails on one process, it fails on all, with the first failing
+        rank's message."""
         if self._comm is None:
             return [action()]
         failure, result = None, None
@@ -42,10 +44,10 @@ class Workers:
         return [result for result, _ in answers]
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """`action`'s result, which only the first process does."""
+        """The result of `action`, which only the first process runs."""
         return self.together(lambda: action() if self.rank == 0 else None)[0]
 
     def abort(self) -> None:
-        """End the other processes, which may wait for this one."""
+        """End the other processes, which may be waiting for this one."""
         if self._comm is not None:
             self._comm.Abort(1)

@@ -1,5 +1,5 @@
 """Falcon: 7B (one key/value head, one norm for attention and MLP), the new decoder of 40B and 180B (grouped, two
-norms), and layers with attention and MLP in turn. ALiBi (the "rw" models) is refused."""
+norms), and layers with sequential attention and MLP. ALiBi (the "rw" models) is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
 def to_config(architecture: Architecture) -> dict[str, Any]:
     rope = llama.to_config(architecture)
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    # The old layout knows one key/value head or as many as query heads; its rows are those of the new one.
+    # The old layout has one key/value head or as many as query heads; its rows are those of the new layout.
     new = architecture.parallel_residual and (not architecture.shared_norm or groups not in (1, heads))
     layout: dict[str, Any] = dict(multi_query=groups == 1)
     if new:
@@ -77,7 +77,7 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
 
 
 def rows(architecture: Architecture) -> list[Row]:
-    """Rows of query_key_value lie group by group, as in Megatron."""
+    """Rows of query_key_value are ordered by groups, as in Megatron."""
     block, layer = "transformer.h.{i}", "decoder.layers.{i}"
     norms = ["input_layernorm", "post_attention_layernorm"]
     if architecture.parallel_residual:

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: partly rotary, LayerNorm, biases everywhere, attention and MLP side by side or in turn."""
+"""GPT-NeoX and Pythia: partly rotary, LayerNorm, biases everywhere, attention and MLP parallel or sequential."""
 
 from __future__ import annotations
 

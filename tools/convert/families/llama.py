@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 
 def from_config(config: dict[str, Any], base: float = 10000.0) -> dict[str, Any]:
-    """`base`: of the rotary frequencies, where the configuration does not say it."""
+    """`base`: the default base of the rotary frequencies."""
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(f"hidden_act: '{activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
@@ -93,8 +93,8 @@ def rope_from(
     percent_key: str = "partial_rotary_factor",
 ) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling` (whose type was once `type`); `base`
-    and `percent` hold where these say nothing. `rope_scaling` comes first where both stand, as in transformers 5;
-    another place that says something else is refused, as other versions may believe it."""
+    and `percent` are the defaults. `rope_scaling` has precedence over `rope_parameters`, as in transformers 5. A
+    contradiction between them is refused, because other versions may have another precedence."""
     said = {key: _rope(key, config[key]) for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     key = next(iter(said), "rope_parameters")
     rope = said.get(key, {})
@@ -117,7 +117,7 @@ def rope_from(
 
 
 def _rope(key: str, value: Any) -> dict[str, Any]:
-    """One of the two dictionaries: its `kind`, what it says of the frequencies' base and share, and the `scaling`."""
+    """One of the two dictionaries: its `kind`, the frequencies' base and share, and the `scaling`."""
     if not isinstance(value, dict):
         raise ValueError(f"{key}: {value} is no set of settings; restore the file")
     rope = dict(value)

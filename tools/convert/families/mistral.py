@@ -10,7 +10,7 @@ from tools.convert.mapping import Family
 
 
 def from_config(config: dict[str, Any], base: float = 10000.0) -> dict[str, Any]:
-    window = config.get("sliding_window", 4096)  # null where there is none; transformers' default is 4096
+    window = config.get("sliding_window", 4096)  # null: no window; transformers' default is 4096
     length = config.get("max_position_embeddings", 4096 * 32)
     if window is not None and window < length:
         raise ValueError(

@@ -33,7 +33,7 @@ def to_config(architecture: Architecture) -> dict[str, Any]:
 
 
 FIXED: dict[str, tuple] = {
-    "use_sliding_window": (False,),  # switches the other settings of windows off
+    "use_sliding_window": (False,),  # without it the other settings of windows have no effect
     "use_mrope": (False,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
