@@ -1,10 +1,10 @@
-"""What a checkpoint costs: seconds, CPU seconds and memory of saving and loading a model with its optimizer on one
+"""The cost of a checkpoint: seconds, CPU seconds and memory of saving and of loading a model with its optimizer on one
 rank, and of loading it without its checksums.
 
     python -m bench.checkpoint [--quick] [--json FILE] [--megabytes 400] [--directory /scratch]
 
-Each figure is the least of `--repeat` runs. The ratio is of CPU seconds: those of a disk that others use vary. CPU
-seconds and memory count the processes that write in the background.
+Each figure is the minimum of `--repeat` runs. The ratio is one of CPU seconds, because wall seconds vary on a shared
+disk. CPU seconds and memory include the processes that write in the background.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(directory: Path, megabytes: int, repeat: int) -> dict[str, Any]:
     for run in runs[repeat:]:
         (run.parent / "checksums.json").unlink(missing_ok=True)
     for name, copies in (("load", runs[:repeat]), ("load, without checksums", runs[repeat:])):
-        left = iter(copies)  # a file that was checked once is not read again
+        left = iter(copies)  # a file that has been checked is not read again
         found[name] = report(name, lambda left=left: checkpoint.load(engine, next(left), weights_only=False), repeat)
     ratio = found["load"]["cpu"] / found["load, without checksums"]["cpu"]
     print(f"{size / 1e6:.0f} MB, {os.cpu_count()} cores; load, with / without checksums: {ratio:.2f}x the CPU seconds")

@@ -2,11 +2,11 @@
 
     python -m bench.convert [--quick] [--json FILE]
 
-A generated Llama-shaped bf16 checkpoint of 2.2 GB (--quick: 0.6 GB) in the temporary directory. Both start in fresh
-processes and alternate; the least of several runs counts. A conversion's time is that of the work alone, with SHA-256
-of all that is read and written, until everything is on the disk; `cp` is timed alone and until its files are on the
-disk as well. Memory is the peak resident set of the whole process, interpreter and torch included. All files are in the
-page cache when they are read.
+A generated Llama-shaped bf16 checkpoint of 2.2 GB (--quick: 0.6 GB) in the temporary directory. Conversions and `cp`
+alternate, each in a fresh process; a figure is the minimum of several runs. The time of a conversion is that of its
+work, including the SHA-256 of all bytes read and written, until all files are on the disk. `cp` is timed once until it
+returns, and once until its files are on the disk. Memory is the peak resident set of the whole process, interpreter and
+torch included. All files are in the page cache when they are read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(root: Path, layers: int, runs: int) -> dict:
 
 
 def generate(directory: Path, layers: int) -> list[int]:
-    """Random weights, a tensor at a time; their sizes in bytes."""
+    """Write random weights, a tensor at a time. Returns their sizes in bytes."""
     import torch
 
     from tools.convert import huggingface, registry
@@ -97,7 +97,7 @@ def generate(directory: Path, layers: int) -> list[int]:
 
 
 def copy(source: Path, target: Path) -> dict[str, float]:
-    """Seconds of `cp` alone, and until its files are on the disk."""
+    """Seconds until `cp` returns, and until its files are on the disk."""
     start = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     copied = time.perf_counter() - start

@@ -1,18 +1,18 @@
-"""What `megarlhf.kernels` costs, beside what else computes the same.
+"""The cost of `megarlhf.kernels`, compared with other implementations.
 
     python bench/kernels.py [--quick] [--json FILE] [--device cpu|cuda] [--threads N]
 
-Measures forward + backward of the token log-probabilities (no entropy: the others have none), made by the head from
-hidden states ("linear"), or of given random logits ("given": of ours the row kernels, as the head calls them for a
-chunk; the gradient takes the place of the logits).
+Measures forward + backward of the token log-probabilities, without entropy, which the others do not compute. "linear":
+the head computes them from hidden states. "given": from random logits; of megarlhf these are the row kernels, called as
+the head calls them for a chunk, and the gradient overwrites the logits.
 
-Every method runs in a process of its own, because peak memory has no other honest measure on a CPU (peak resident set
-size, less what was resident before the call) and because an allocator that another method has warmed hides its page
-faults. Time is process CPU time on a CPU, the least of the repetitions; rounds alternate between the methods. On CUDA:
-wall time between synchronisations, and the allocator's peak.
+Every method runs in a process of its own, for two reasons. On a CPU, memory can only be measured as the peak resident
+set size minus the resident set before the call. And an allocator that another method has used would hide page faults.
+Time on a CPU is process CPU time, the minimum of the repetitions; rounds alternate between the methods. On CUDA: wall
+time between synchronisations, and the allocator's peak.
 
-Bandwidth is effective: the bytes that have to move (logits read once forward, read and written once backward) by the
-time taken. The last lines are the bounds that the project holds itself to; the exit status is 1 if one is missed.
+Bandwidth is effective: the necessary bytes (logits read once forward, read and written once backward) divided by the
+time. The last lines are the bounds of the project; the exit status is 1 if one is missed.
 
 Legend: N rows, V vocabulary, H hidden size.
 """
@@ -45,7 +45,7 @@ def given_naive(logits, labels):
 
 
 class RowKernels(torch.autograd.Function):
-    """What `linear_logprobs` does with the logits of a chunk."""
+    """The operations of `linear_logprobs` on the logits of a chunk."""
 
     @staticmethod
     def forward(ctx, logits, labels, backend):
@@ -115,13 +115,13 @@ def methods(device: str) -> dict:
     }
     if device == "cuda":
         found["given"]["ours, torch"] = given_ours_torch
-    if device == "cuda" and importlib.util.find_spec("liger_kernel"):  # its kernels are Triton's: no CPU
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):  # its kernels need Triton: no CPU
         found["given"]["liger"], found["linear"]["liger"] = given_liger, linear_liger
     return found
 
 
 class Meter:
-    """Seconds between the laps of a block, and the bytes by which memory peaked in it."""
+    """Seconds between the laps of a block, and its peak memory in bytes."""
 
     def __init__(self, device: str):
         self.cuda = device == "cuda"
@@ -131,7 +131,7 @@ class Meter:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak to the current resident set
         self.base, self.laps = self.peak(), [self.now()]
         return self
 
@@ -155,7 +155,7 @@ class Meter:
 
 
 def worker(kind: str, name: str, vocabulary: int, device: str, threads: int) -> None:
-    """One method; a line on stdin asks for a repetition, a line of JSON answers."""
+    """Run one method: a repetition for each line on stdin, with a line of JSON as its result."""
     torch.set_num_threads(threads)
     method = methods(device)[kind][name]
     rows, size, dtype = shape(device)
@@ -194,7 +194,8 @@ def copy_bandwidth(rows: int, columns: int, dtype: torch.dtype) -> float:
 
 
 def compare(kind: str, vocabulary: int, device: str, threads: int, rounds: int) -> dict:
-    """{method: its least times and its peak}, in rounds that alternate between the methods; the first one warms up."""
+    """{method: its minimum times and its peak}, from rounds that alternate between the methods; the first round warms
+    up."""
     processes = {
         name: subprocess.Popen(
             [sys.executable, __file__, "--worker", kind, name, str(vocabulary), device, str(threads)],
@@ -241,7 +242,7 @@ def report(results: dict, device: str) -> None:
 
 
 def bounds(results: dict, device: str) -> list[tuple[str, float, float]]:
-    """(what, measured, at most)."""
+    """(name, measured value, upper bound)."""
     if device == "cuda":
         rows, _, dtype = shape(device)
         ours = results["given"]["128256"]["ours"]

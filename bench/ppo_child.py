@@ -1,10 +1,10 @@
-"""One run of one system for `bench.ppo_step`: a few PPO steps, with what each phase of each step took.
+"""One run of one system for `bench.ppo_step`: a few PPO steps, with the cost of each phase of each step.
 
     python bench/ppo_child.py SPEC.json          alone, or under torchrun
 
-Runs in the environment of the system it measures, so it imports neither at the top. Every rank writes
+It runs in the environment of the measured system, so it imports neither system at the top. Every rank writes
 SPEC["out"].RANK.json: [{phase: {"wall": s, "cpu": s, "peak": bytes}, ...} for each step]. The phases are generation,
-scoring (every pass without gradients), training, and other (logs and what lies between two steps).
+scoring (every pass without gradients), training, and other (logs and everything between two steps).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Phases:
         self._mark()
 
     def enter(self, name: str) -> None:
-        """The phase before ends; `generation` begins a step."""
+        """End the previous phase; `generation` begins a step."""
         if self.steps:
             total = self.steps[-1].setdefault(self.name, {"wall": 0.0, "cpu": 0.0, "peak": 0})
             total["wall"] += time.perf_counter() - self.wall
@@ -37,7 +37,7 @@ class Phases:
         self._mark()
 
     def _mark(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     @staticmethod
@@ -47,7 +47,7 @@ class Phases:
 
 
 def megarlhf(spec: dict, phases: Phases) -> None:
-    """`megarlhf ppo` as it is, with its clock listened to."""
+    """Unmodified `megarlhf ppo`, with a listener on its clock."""
     from megarlhf.train import online
     from megarlhf.train.rl import PPO
 

@@ -3,13 +3,15 @@
     python -m bench.ppo_step [--quick] [--runs N] [--processes 1 2] [--only TEXT] [--json FILE] [--png FILE]
 
 The same Llama weights (policy, reward model; the critic starts from the reward model), prompts, lengths, batch and
-epochs, float32, one thread a process. The systems alternate, run by run, each in fresh processes; the figures are
-medians over runs of the median step, the first and the last step of a run not counted. CPU seconds are of all threads
-and all processes, peak memory is the sum of the processes' peak resident sets. TRL gets its own virtual environment
-(build/trl, made at the first call, with the torch and transformers of constraints.txt). `shared`: megarlhf with the
-value head on the actor's trunk, which TRL does not have. TRL computes all rows at once, its default, and once more in
-micro-batches of 8 (`trl-8`), which saves it memory; megarlhf 8 rows at a time, all with the small vocabulary, and
-with two processes 16. Of two processes also the throughput against one, in wall seconds.
+epochs, float32, one thread a process. The systems alternate, run by run, each in fresh processes. The figures are
+medians over runs of the median step, without the first and the last step of a run. CPU seconds are the sum over all
+threads and processes. Peak memory is the sum of the processes' peak resident sets. TRL has its own virtual environment
+(build/trl, made at the first call, with the torch and transformers of constraints.txt).
+
+`shared` is megarlhf with the value head on the actor's trunk, which TRL does not have. TRL computes all rows at once,
+its default; `trl-8` is TRL in micro-batches of 8, which need less memory. megarlhf computes 8 rows at a time, all rows
+with the small vocabulary, and 16 rows with two processes. For two processes the throughput against one process is also
+measured, in wall seconds.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ SYSTEMS = {
     "shared": OURS["shared"],
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
-# Two processes: data parallel for both; tensor parallel is ours alone. What two are worth: `one` process of ours; and
-# two that know nothing of each other, with half of the batch each: more the machine does not have.
+# Two processes: data parallel for both systems; tensor parallel for megarlhf alone. For the speed-up: `one` process;
+# and two processes `apart`, without communication, with half of the batch each, which is the machine's upper bound.
 TWO = {"trl": [], "megarlhf": [], "tp2": ["parallel.tensor=2", "parallel.sequence=true"], "one": [], "apart": []}
-ALONE = {"one": (1, 1), "apart": (1, 2)}  # processes that work together, and how many such at the same time
+ALONE = {"one": (1, 1), "apart": (1, 2)}  # (processes of a run, number of such runs at the same time)
 
 
 def main() -> None:
@@ -73,14 +75,14 @@ def main() -> None:
                 figures.append({"configuration": name, "processes": processes,
                                 "systems": bench.measure(processes, arguments.runs, arguments.quick)})  # fmt: skip
                 report(figures[-1])
-                if arguments.json:  # after each: the whole takes an hour
+                if arguments.json:  # after each configuration, because all of them take an hour
                     arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     if arguments.png:
         draw(figures, arguments.png)
 
 
 def environment() -> Path:
-    """The Python that has TRL; its packages are installed once."""
+    """The Python of the environment with TRL, whose packages are installed at the first call."""
     python, done = TRL / "bin" / "python", TRL / ".installed"
     if not done.exists():
         print(f"installing trl==1.12.0 in {TRL}", flush=True)
@@ -179,7 +181,8 @@ def medians(ranks: list[list[dict]]) -> dict:
 
 
 def models(directory: Path, sizes: dict) -> None:
-    """A random policy and reward model of transformers, the same converted, and prompts of exactly PROMPT words."""
+    """Write a random policy and reward model of transformers, the converted models, and prompts of exactly PROMPT
+    words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -210,7 +213,7 @@ def models(directory: Path, sizes: dict) -> None:
 
 
 def summary(runs: list[dict]) -> dict:
-    """Medians over runs, with every run's own figures for the spread."""
+    """Medians over runs, with the figures of every run for the spread."""
     result = {}
     for phase in PHASES:
         result[phase] = {kind: statistics.median(run[phase][kind] for run in runs) for kind in ("cpu", "wall")}

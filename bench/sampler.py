@@ -2,9 +2,9 @@
 
     python -m bench.sampler [--quick] [--json FILE]
 
-Times are CPU seconds of the process, the two alternating, the least of several runs. transformers runs without an EOS
-token and without filters, so that it does no more than fixed-length sampling needs. Memory is the peak resident set of
-a fresh process while it samples, above what it held once the weights were there.
+Times are CPU seconds of the process, the minimum of several runs; the two systems alternate. transformers runs without
+an EOS token and without filters, so it computes only what fixed-length sampling needs. Memory is the peak resident set
+of a fresh process during sampling, minus its resident set after the weights were loaded.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def speed(engine, theirs, rows: int, greedy: bool, runs: int) -> dict:
 
 
 def length(engine, response: int, runs: int) -> dict:
-    """CPU microseconds a token at one response length, the prompt's pass not counted."""
+    """CPU microseconds a token at one response length, without the prompt's pass."""
     rows, prompts = 32, make_prompts(32)
     short, full = make_sampler(engine, rows, 1, False), make_sampler(engine, rows, response, False)
     first = min(cpu_seconds(lambda: short.sample(prompts))[0] for _ in range(runs))
@@ -94,7 +94,7 @@ def length(engine, response: int, runs: int) -> dict:
 
 
 def memory(model: Path, rows: int) -> dict:
-    """Bytes that sampling adds to the process at its peak, and the terms of the formula: what the sampler holds (caches
+    """Bytes that sampling adds to the process at its peak, and the terms of the formula: buffers of the sampler (caches
     and messages), one float32 (B, V') of logits, and the hidden states of the prompts with the activations of those
     that are computed at once."""
     import ctypes
@@ -103,9 +103,9 @@ def memory(model: Path, rows: int) -> dict:
 
     engine = load(model)
     architecture = engine.modules[0].architecture
-    make_sampler(engine, rows, 2, False).sample(make_prompts(rows))  # what libraries allocate once
+    make_sampler(engine, rows, 2, False).sample(make_prompts(rows))  # one-time allocations of libraries
     prompts = make_prompts(rows)
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed already must not be used again unseen
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory must not be reused without being counted
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     sampler = make_sampler(engine, rows, RESPONSE, False)

@@ -1,4 +1,4 @@
-"""Does the cost of a PPO step grow as its arithmetic does? One size is changed at a time.
+"""Compare the growth of a PPO step's cost with that of its arithmetic. One size changes at a time.
 
     python -m bench.scaling [--quick] [--json FILE]
 
