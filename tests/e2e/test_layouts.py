@@ -203,7 +203,7 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
 def test_what_four_stages_wrote_goes_on_elsewhere(ranks, truth):
     """From step 1 of 2, with optimizers, an averaged model, and a reward model of the interleaved schedule."""
     judge = {"function": f"{ROOT}/tests/e2e/judge.py:score", "weight": 0.5}
-    scoring = {"sources": [{"checkpoint": str(truth / "reward pp3 vp2")}, judge]}
+    scoring = {"sources": [{"checkpoint": str(truth / "reward pp3 vp2"), "name": "reward-one"}, judge]}
     for family, size, sizes in (("gpt2", 1, {}), ("llama", 3, dict(pipeline=3))):
         run = truth / f"{family} resumed"
         shutil.copytree(truth / f"{family} pp4", run)
