@@ -328,7 +328,8 @@ def agree_on(directory):
 
     rank = dist.get_rank()
     here = Rendezvous("env", rank, 2, rank, 2, f"node{rank}", "127.0.0.1", None)
-    plan = Plan(Start(LLAMA, None, None, Path(directory) / "checkpoints" / "step_00000001"), None, None, 1, ())
+    found = Start(LLAMA, None, None, Path(directory) / "checkpoints" / "step_00000001")
+    plan = Plan(start=found, total_steps=1, training=None, validation=None)
 
     def agreed(run, resume=True):
         settings = SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume))
