@@ -22,6 +22,7 @@ from tests.ranks import ROOT
 CONFIG = {
     "run": "runs/small",
     "model": {"checkpoint": "runs/sft", "dtype": "fp32"},
+    "scoring": {},
     "ppo": {"kl": {"controller": "adaptive", "target": 6.0}},
     "training": {"steps": 6},
     "parallel": {"tensor": 2, "pipeline": 1},
