@@ -74,10 +74,7 @@ class Log:
             return
         assert name in TABLES
         columns = list(rows[0])
-        cells = [
-            [json.dumps(cell, ensure_ascii=False) if isinstance(cell, (list, dict)) else cell for cell in row.values()]
-            for row in rows
-        ]
+        cells = [[_cell(value) for value in row.values()] for row in rows]
 
         def line(cells) -> str:
             return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
@@ -160,6 +157,12 @@ class Log:
         self.bar.close()
         if self.wandb:
             self._to_wandb(self.wandb.finish)
+
+
+def _cell(value: Any) -> Any:
+    """A JSON value as a cell of a table. Half a surrogate pair becomes an escape: TensorBoard and W&B refuse it."""
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+    return text.encode(errors="backslashreplace").decode() if isinstance(text, str) else text
 
 
 def check_wandb(project: str | None) -> None:

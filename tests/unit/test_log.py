@@ -68,6 +68,19 @@ def test_what_tensorboard_reads(tmp_path):
     assert "samples/text_summary" in events.Tags()["tensors"]
 
 
+def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path):
+    """JSON may hold one, UTF-8 and protocol buffers may not."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    row = {"query": "a\ud800", "score": 1.0, "record": {"answer": "\ud800"}}
+    with log(tmp_path) as out:
+        out.table("samples", [row], 1)
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 1, **row}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("samples/text_summary")
+    assert event.tensor_proto.string_val[0].decode().endswith('| a\\ud800 | 1.0 | {"answer": "\\ud800"} |')
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "null\n[]\n", '{"step": "x"}\n', "[" * 100000 + "\n"])
 def test_damaged_lines_are_dropped(tmp_path, content):
     path = tmp_path / "metrics.jsonl"
