@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ from megarlhf.experience.scorer import Scorer
 from megarlhf.experience.texts import texts
 from megarlhf.log import Log
 
+LONGEST = 2000  # characters of a value of a record
+
 
 def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, step: int, log: Log) -> None:
     """The first `count` responses of this rank's rows, on the rank that logs."""
@@ -22,7 +25,8 @@ def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, st
 
 def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> list[dict[str, Any]]:
     """A row for each response: query and response, its score (sum over tokens), its KL to the reference (k1, nats),
-    each source's score before clip, normalisation and weight, and the prompt's record without the prompt."""
+    each source's score before clip, normalisation and weight, and the prompt's record without the prompt, with long
+    values cut."""
     rollout, scores, signals = (rows.select(slice(count)) for rows in (batch.rollout, batch.scores, batch.signals))
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
     columns = zip(
@@ -39,7 +43,13 @@ def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> li
             "scores": {
                 name: number if math.isfinite(number) else None for name, number in zip(scorer.names, said, strict=True)
             },
-            "record": {key: value for key, value in record.items() if key != prompt_key},
+            "record": {key: cut(value) for key, value in record.items() if key != prompt_key},
         }
         for query, response, score, nats, said, record in columns
     ]
+
+
+def cut(value: Any) -> Any:
+    """A JSON value; the beginning of its text, with "…" behind it, where it is longer than LONGEST."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= LONGEST else text[:LONGEST] + "…"

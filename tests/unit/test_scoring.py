@@ -13,15 +13,16 @@ import torch
 
 from megarlhf import cli
 from megarlhf import config as configuration
+from megarlhf.batch import Batch, Scores, Signals
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptSet
 from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.sampler import SamplerConfig
-from megarlhf.experience.scorer import ScoringConfig, SourceConfig, truncate
+from megarlhf.experience.scorer import Scorer, ScoringConfig, SourceConfig, truncate
 from megarlhf.experience.sources import FunctionScorer, RemoteScorer, checked_answers
 from megarlhf.experience.texts import place, texts
-from megarlhf.train import generate, scoring
+from megarlhf.train import generate, samples, scoring
 from tests.distributed.layouts import GPT2, LLAMA
 from tests.scoring import bad_server, make_rollout, reward_server, train_tokenizer
 from tests.unit.test_data import save_hf
@@ -91,6 +92,24 @@ def test_generated_lines_are_the_text(tokenizer):
     assert (
         generate.unlike_their_text(PromptSet(ids, ["the sea is slow"] * 3, [b"{}"] * 3), tokenizer) == 1
     )  # one was cut
+
+
+def test_samples_show_the_records_with_long_values_cut(tokenizer):
+    def records(ids: list[int]) -> list[dict]:
+        values = {"answer": "72", "n": 3, "long": "é" * 100_000, "tests": [{"x": 1}, "y" * 100_000]}
+        return [{"question": "q", **values, "edge": "z" * samples.LONGEST} for _ in ids]
+
+    sources = ScoringConfig(sources=[SourceConfig(checkpoint="never loaded", name="a")])
+    scorer = Scorer(sources, None, tokenizer, load_model=lambda path: None, records=records)
+    rollout = make_rollout(2, vocab=16)
+    zeros = torch.zeros_like(rollout.mask, dtype=torch.float32)
+    batch = Batch(rollout, Scores(torch.ones(2), rollout.mask, rollout.mask[:, 0]), Signals(zeros, zeros))
+    (row,) = samples.sample_rows(batch, scorer, "question", 1)
+    record = row["record"]
+    assert (record["answer"], record["n"], record["edge"]) == ("72", 3, "z" * samples.LONGEST)
+    assert record["long"] == "é" * samples.LONGEST + "…"
+    assert record["tests"].startswith('[{"x": 1}, "yyy') and record["tests"].endswith("y…")
+    assert len(json.dumps(row, ensure_ascii=False)) < 10_000 and "question" not in record
 
 
 def test_the_truncation_token(tokenizer, tmp_path):
