@@ -325,10 +325,11 @@ def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | No
 def _means(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(label, mean over samples) of score and KL, and of what each source said."""
     said = [row["scores"] if isinstance(row.get("scores"), dict) else {} for row in rows]
-    columns = {"score": [row.get("score") for row in rows], "KL": [row.get("kl") for row in rows]}
-    columns |= {name: [scores.get(name) for scores in said] for name in dict.fromkeys(name for s in said for name in s)}
+    columns = [("score", [row.get("score") for row in rows]), ("KL", [row.get("kl") for row in rows])]
+    for name in dict.fromkeys(name for scores in said for name in scores):
+        columns.append((f"score of {name}", [scores.get(name) for scores in said]))
     means = []
-    for label, column in columns.items():
+    for label, column in columns:
         values = [value for value in column if _finite(value)]
         means.append((label, number(fmean(values), 3) if values else "not finite"))
     return means

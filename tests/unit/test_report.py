@@ -215,10 +215,19 @@ def test_scores_of_each_source(tmp_path):
     assert page.points().items() >= {"a": 3, "b": 3}.items()
     assert {path["data-label"] for path in page.paths("curve")} & {"scores/a/mean", "scores/b/var"} == set()
     numbers = page.text("small")
-    assert "mean a  , mean b" in numbers and '{"answer": "72", "tests": ["xxx' in numbers and "x" * 300 not in numbers
+    assert "mean score of a  , mean score of b" in numbers
+    assert '{"answer": "72", "tests": ["xxx' in numbers and "x" * 300 not in numbers
     assert [text for around, text in page.texts if around == "b"].count("not finite") == 1
     odd = [sample(1, "q", "r", scores=value, record=value) for value in (None, 3, [1], {SCRIPT: SCRIPT}, {"a": {}})]
     assert SCRIPT not in render(tmp_path, records, odd).html
+
+
+def test_sources_replace_no_column_of_the_report(tmp_path):
+    samples = [sample(1, "q", "r", score=0.25, kl=0.5, scores={"score": 7.0, "KL": 9.0})]
+    page = render(tmp_path, ppo_records(1), samples)
+    shown = [text for around, text in page.texts if around == "b"]
+    assert shown[-4:] == ["0.25", "0.5", "7", "9"]
+    assert "score of score" in page.text("small") and "score of KL" in page.text("small")
 
 
 def test_nothing_of_the_run_becomes_markup(tmp_path):
