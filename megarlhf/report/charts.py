@@ -14,6 +14,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 50, 16, 8, 24
 PHASES_WIDTH, MAX_BARS = 760, 120
 MAX_POINTS = 1000  # of a curve; longer ones keep the extremes of each bucket
 SMOOTHED_FROM = 20  # points
+COLOURS = 6  # of curves and phases, in page.html
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def draw(chart: Chart, series: Callable[[str], Points], level: float | None) -> 
             drawn.append(f'<text x="{across(step)}" y="{HEIGHT - 6}" text-anchor="middle">{number(step, 6)}</text>')
     for y in levels:
         drawn.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y)}" y2="{up(y)}"/>')
-    for index, (label, points) in enumerate(curves):
+    for place, (label, points) in enumerate(curves):
+        index = place % COLOURS
         last = next((y for _, y in reversed(points) if math.isfinite(y)), math.nan)
         legend.append((f"c{index}", label, number(last)))
         drawn.append(_curve(points, label, index, across, up, smooth=len(curves) < 3 and not chart.exact))
@@ -254,9 +256,10 @@ def stacked(names: list[str], rows: list[tuple[int, list[float]]]) -> Figure:
     drawn = [_rules(up, PHASES_WIDTH)]
     for place, (step, seconds) in enumerate(bars):
         for index, (name, top) in enumerate(zip(names, accumulate(seconds), strict=True)):
-            height, text = up(top - seconds[index]) - up(top), f"step {step}, {name}: {seconds[index]:.3g} s"
+            height, colour = up(top - seconds[index]) - up(top), index % COLOURS
+            text = f"step {step}, {name}: {seconds[index]:.3g} s"
             drawn.append(
-                f'<rect class="c{index}" x="{across(place) - width / 2:.1f}" y="{up(top)}" width="{width:.1f}" '
+                f'<rect class="c{colour}" x="{across(place) - width / 2:.1f}" y="{up(top)}" width="{width:.1f}" '
                 f'height="{height:.1f}"><title>{escape(text)}</title></rect>'
             )
         if place % math.ceil(len(bars) / 10) == 0:

@@ -173,6 +173,15 @@ def test_phases(tmp_path):
         assert text in page.text("td"), text
 
 
+def test_every_curve_and_phase_has_a_colour(tmp_path):
+    """However many: the page's style has six, which come again."""
+    many = {f"scores/{n}/mean": 1.0 for n in range(13)} | {f"time/{n}": 1.0 for n in range(13)}
+    page = render(tmp_path, [row | many for row in ppo_records(2)])
+    styled = set(re.findall(r"\.(c\d+) \{", page.html))
+    classes = {name for _, attributes in page.elements for name in (attributes.get("class") or "").split()}
+    assert {name for name in classes if re.fullmatch(r"c\d+", name)} == styled
+
+
 def test_phases_against_the_matmul_rate(tmp_path):
     work = {"matmul": 50e9, "phases": {"learn": {"flops": 60e9, "bytes": 2e9}}}
     make(tmp_path, ppo_records(5))
