@@ -63,9 +63,12 @@ class Run:
         return [(step, value if _finite(value) else math.nan) for step, value in found]
 
     def setting(self, key: str) -> Any:
+        """A value of the configuration. "*" is the algorithm's section: the one that has a KL penalty."""
+        sections = self.config.items()
+        algorithm = next((name for name, value in sections if isinstance(value, dict) and "kl" in value), None)
         value: Any = self.config
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+            value = value.get(algorithm if part == "*" else part) if isinstance(value, dict) else None
         return value
 
 

@@ -24,7 +24,7 @@ class Chart:
     title: str
     unit: str
     curves: dict[str, str]
-    level: tuple[str, float | str] | None = None  # (label, a value to compare with or the key of one in the config)
+    level: tuple[str, float | str] | None = None  # (label, a value to compare with or its key, see Run.setting)
     level_if: tuple[str, str] | None = None  # (key, value) of the config that the level needs to mean something
     exact: bool = False  # set, not measured: not smoothed, on a linear axis
 
@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Objective": (
         Chart("Score", "reward", {"objective/scores": "score", "objective/scores_total": "score − KL penalty"}),
         Chart("KL to the reference", "nats a response", {"objective/kl": "KL", "objective/kl_exact": "exact"},
-              ("target", "ppo.kl.target"), ("ppo.kl.controller", "adaptive")),
+              ("target", "*.kl.target"), ("*.kl.controller", "adaptive")),
         Chart("Entropy", "nats a response", {"objective/entropy": "entropy"}),
         Chart("KL coefficient", "reward a nat", {"objective/kl_coef": "coefficient"}),
         Chart("KL penalty", "reward", {"objective/non_score_reward": "penalty"}),
@@ -52,12 +52,14 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Accepted responses", "share", {"objective/accepted": "accepted"}),
     ),
     "Policy": (
-        Chart("KL of an update", "nats a token", {"ppo/policy/approxkl": "approxkl"}),
+        Chart("KL of an update", "nats a token", {"ppo/policy/approxkl": "approxkl",
+                                                  "reinforce/policy/approxkl": "approxkl"}),
         Chart("Clipped ratios", "share of tokens", {"ppo/policy/clipfrac": "clipfrac"}),
         Chart("Probability ratio", "new / old", {"ppo/policy/ratio_mean": "mean", "ppo/policy/ratio_min": "min",
-                                                 "ppo/policy/ratio_max": "max"}),
+                                                 "ppo/policy/ratio_max": "max", "reinforce/policy/ratio_max": "max"}),
         Chart("Variance of the ratio", "", {"ppo/policy/ratio_var": "variance"}),
-        Chart("Entropy of the softmax", "nats a token", {"ppo/policy/entropy": "entropy"}),
+        Chart("Entropy of the softmax", "nats a token", {"ppo/policy/entropy": "entropy",
+                                                         "reinforce/policy/entropy": "entropy"}),
     ),
     "Value": (
         Chart("Values and returns", "mean over tokens", {"ppo/val/vpred": "predicted", "ppo/val/mean": "at sampling",
@@ -69,7 +71,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     ),
     "Losses": (
         Chart("Loss", "", {"loss": "training", "validation/loss": "held-out"}),
-        Chart("Policy loss", "", {"ppo/loss/policy": "loss"}),
+        Chart("Policy loss", "", {"ppo/loss/policy": "loss", "reinforce/loss/policy": "loss"}),
         Chart("Value loss", "", {"ppo/loss/value": "loss"}),
         Chart("Loss of both heads", "policy + value", {"ppo/loss/total": "loss"}),
         Chart("Gradient norm", "before clipping", {"grad_norm": "model", "ppo/val/grad_norm": "critic"}),

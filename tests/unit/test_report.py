@@ -159,6 +159,21 @@ def test_the_target_is_drawn_where_the_controller_has_one(tmp_path):
     assert levels({**CONFIG, "ppo": {"kl": {"controller": "fixed", "target": 6.0}}}) == []
 
 
+def test_reinforce_has_the_charts_of_ppo(tmp_path):
+    """Where it has the same numbers, and with the target of its own section."""
+    changed = ("ppo/loss/policy", "ppo/policy/approxkl", "ppo/policy/entropy", "ppo/policy/ratio_max")
+    figures = []
+    for name in ("ppo", "reinforce"):
+        config = {key: value for key, value in CONFIG.items() if key != "ppo"} | {name: CONFIG["ppo"]}
+        records = [row | dict.fromkeys(changed, 1.5) for row in ppo_records(3)]
+        records = [{key.replace("ppo/", f"{name}/"): value for key, value in row.items()} for row in records]
+        page = render(tmp_path, records, config=config)
+        assert "Other" not in page.text("h2") and "target" in page.text("span")
+        figures.append(re.findall("<figure>.*?</figure>", page.html, re.S))
+    assert figures[0] == figures[1]
+    assert "megarlhf rl" in page.text("dd")
+
+
 def test_a_number_that_no_group_knows_is_shown(tmp_path):
     assert render(tmp_path, [record(1, **{"new/thing": 1.0})]).points() == {"new/thing": 1}
 
