@@ -105,7 +105,7 @@ class Appender:
 
     def write(self, record: bytes) -> None:
         """Append `record` at the next `flush`."""
-        if len(self._kept) + len(record) > LIMIT:
+        if len(self._kept) + len(record) > LIMIT and not self._failed:
             self._forget()
         if len(self._kept) + len(record) > LIMIT:
             self.lost += 1

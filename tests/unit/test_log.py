@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,33 @@ def test_memory_for_waiting_lines_is_bounded(tmp_path):
         file.write(line)
         assert file.flush() is None
     assert file.lost == 0 and file.path.stat().st_size == 6 * len(line)
+
+
+def test_memory_is_bounded_and_nothing_forgotten_after_a_failed_sync(tmp_path, monkeypatch):
+    """A disk that has dropped what it took, and then takes a part only: the lines beyond the bound are counted, those
+    that wait are all written again."""
+    monkeypatch.setattr(records, "LIMIT", 40)
+    file = records.Appender(tmp_path / "lines")
+    file.write(b"1\n")
+    assert file.flush(sync=True) is None
+    disk, null = os.dup(file._file), os.open("/dev/null", os.O_WRONLY)
+    line, limits = b"x" * 9 + b"\n", resource.getrlimit(resource.RLIMIT_FSIZE)
+    os.dup2(null, file._file)
+    for _ in range(4):
+        file.write(line)
+    assert isinstance(file.flush(sync=True), OSError)
+    os.dup2(disk, file._file)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))
+        assert isinstance(file.flush(), OSError) and file.path.stat().st_size == 17
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.write(line)
+    os.ftruncate(disk, 2)
+    assert file.close() is None and file.lost == 1
+    assert file.path.read_bytes() == b"1\n" + 4 * line
+    os.close(disk)
+    os.close(null)
 
 
 def test_a_file_is_replaced_or_stays(tmp_path):
