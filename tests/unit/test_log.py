@@ -182,8 +182,8 @@ def test_memory_for_waiting_lines_is_bounded(tmp_path):
 
 
 def test_memory_is_bounded_and_nothing_forgotten_after_a_failed_sync(tmp_path, monkeypatch):
-    """A disk that has dropped what it took, and then takes a part only: the lines beyond the bound are counted, those
-    that wait are all written again."""
+    """A disk that drops what it takes, once in the middle: the lines beyond the bound are counted, those that wait are
+    all written again."""
     monkeypatch.setattr(records, "LIMIT", 40)
     file = records.Appender(tmp_path / "lines")
     file.write(b"1\n")
@@ -202,6 +202,9 @@ def test_memory_is_bounded_and_nothing_forgotten_after_a_failed_sync(tmp_path, m
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     file.write(line)
     os.ftruncate(disk, 2)
+    os.dup2(null, file._file)
+    assert isinstance(file.flush(), OSError)
+    os.dup2(disk, file._file)
     assert file.close() is None and file.lost == 1
     assert file.path.read_bytes() == b"1\n" + 4 * line
     os.close(disk)
