@@ -136,10 +136,13 @@ class Lease:
             raise UserError(self.lost)
 
     def release(self) -> None:
-        """Remove the lease file, if it is still ours."""
+        """Remove the lease file, if it is still ours. Waits a moment for another job that has just claimed it."""
         self._ended.set()
+        token, end = self.holder.token, _clock() + 2
         with self._lock, contextlib.suppress(OSError):
-            self._remove(self.holder.token)
+            while not self._remove(token) and _clock() < end:
+                if (found := self._read()) is None or found[0].token != token:
+                    return
 
     def _keep(self) -> None:
         while self.lost is None and not self._ended.wait(RENEWAL):

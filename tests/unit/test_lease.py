@@ -247,6 +247,19 @@ def test_one_takes_over_from_an_old_claim(tmp_path):
         assert winner._read()[0] == winner.holder, (first, second)
 
 
+def test_a_release_outlives_the_claim_of_another_job(tmp_path):
+    """Another job looks whether it may remove the lease, finds that it may not, and withdraws its claim."""
+    holder = Lease(tmp_path)
+    holder.acquire()
+    claim = tmp_path / f"{lease.NAME}.{holder.holder.token}.claim"
+    claim.touch()
+    other = threading.Timer(0.2, claim.unlink)
+    other.start()
+    holder.release()
+    other.join()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("left_by", [None, "a process that is gone", "a job that is gone"])
 def test_one_of_many_wins(tmp_path, left_by):
     rounds = 2 if left_by == "a job that is gone" else 200  # each of these is watched for a while
