@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from megarlhf.batch import Rollout
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience.sources import Answer
@@ -40,12 +38,25 @@ def place(answer: Answer, prompt: list[int], response: list[int], tokenizer: Tok
     character. (A character of several bytes may be spread over several tokens.) `response`: ids, column 0 first."""
     if not isinstance(answer, list):
         return answer
-    text, found = tokenizer.continuation(prompt, response), []
-    for end, score in answer:
-
-        def complete(count: int, end: int = end) -> bool:
-            return tokenizer.continuation(prompt, response[:count])[:end] == text[:end]
-
-        first = found[-1][0] if found else 0
-        found.append((bisect_left(range(len(response)), True, first, key=lambda c: complete(c + 1)), score))
+    ids, before = [*prompt, *response], tokenizer.decode(prompt)
+    text = tokenizer.decode(ids)
+    if not text.startswith(before):  # they share a character: see `Tokenizer.continuation`
+        ids, prompt, before, text = response, [], "", tokenizer.decode(response)
+    text = text[len(before) :]
+    # One pass: ids[:read] are text[:done]. The ids from `start` on, which were `before` at `read`, are decoded again
+    # with each new one: a tokenizer leaves out the space in front of the first, and may show no character of a run of
+    # bytes while the last of them is incomplete.
+    found: list[tuple[int, float]] = []
+    start, read, done = 0, len(prompt), 0
+    for count in range(read + 1, len(ids) + 1):
+        window = tokenizer.decode(ids[start:count])
+        part = window[len(before) :] if window.startswith(before) else ""
+        same = next((j for j, char in enumerate(part) if text[done + j : done + j + 1] != char), len(part))
+        while len(found) < len(answer) and (answer[len(found)][0] <= done + same or count == len(ids)):
+            found.append((count - 1 - len(prompt), answer[len(found)][1]))
+        if len(found) == len(answer):
+            break
+        if part and same == len(part) and not part.endswith("\ufffd"):
+            start, read, done = read, count, done + same
+            before = tokenizer.decode(ids[start:read])
     return found

@@ -1,6 +1,7 @@
 """Truncation and texts, Python functions, remote scorers (real processes), and what is refused before a run starts."""
 
 import json
+import random
 import socket
 import threading
 import time
@@ -9,7 +10,9 @@ import urllib.request
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Strip
 
 from megarlhf import cli
 from megarlhf import config as configuration
@@ -261,6 +264,49 @@ def test_steps_stand_at_the_token_that_completes_them(tokenizer, tmp_path):
         assert found == [(column, float(end)) for end, column in enumerate(columns, start=1)]
         assert place([(len(text), 1.0)], prompt, response, tokens) == [(len(response) - 1, 1.0)]
         assert place([], prompt, response, tokens) == [] and place(2.0, prompt, response, tokens) == 2.0
+
+
+def byte_fallback(directory):
+    """A Hugging Face tokenizer as Llama 2 has it: what it has no token for is spelt in bytes. The id of byte b is
+    3 + b."""
+    spelt = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *spelt, "\u2581", "a", "b"])}
+    model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    parts = [Replace("\u2581", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)]
+    made.decoder = tokenizers.decoders.Sequence(parts)
+    made.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(directory)
+
+
+def test_a_run_of_bytes_is_many_steps(tmp_path, monkeypatch):
+    """While the last character of a run of bytes is incomplete, the tokenizer shows none of those before it."""
+    tokens = byte_fallback(tmp_path)
+    prompt, four = tokens.encode("a b "), tokens.encode("\u4f60\u597d\u5417\u554a")
+    assert len(four) == 12 and tokens.decode(four[:4]) == "\ufffd" * 4
+    at = [(end, float(end)) for end in range(1, 5)]
+    assert place(at, prompt, four, tokens) == [(3 * end - 1, score) for end, score in at]
+    assert place(at, [*prompt, four[0]], four[1:], tokens) == [(end - 1, score) for end, score in at]  # no characters
+    generator = random.Random(0)
+    for _ in range(200):  # against the definition, for runs of all kinds between words
+        text = "".join(generator.choice(" ab\xe9\u4f60\u597d\U0001f600") for _ in range(12))
+        prompt, response = tokens.encode(text[:4]), tokens.encode(text[4:])
+        text = tokens.continuation(prompt, response)
+        expected = [
+            next(j for j in range(len(response)) if tokens.continuation(prompt, response[: j + 1])[:end] == text[:end])
+            for end in range(1, len(text) + 1)
+        ]
+        found = place([(end, 0.0) for end in range(1, len(text) + 1)], prompt, response, tokens)
+        assert [column for column, _ in found] == expected, text
+
+    decode, work = tokens.decode, []
+    monkeypatch.setattr(tokens, "decode", lambda ids: work.append(len(ids)) or decode(ids))
+    prompt, response = tokens.encode("ab " * 100), tokens.encode("a b\u4f60 " * 100)
+    place([(end, 0.0) for end in range(1, 500)], prompt, response, tokens)
+    assert sum(work) < 10 * (len(prompt) + len(response))  # the prompt is not decoded for each step
 
 
 def test_right_or_wrong(functions):
