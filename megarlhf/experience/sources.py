@@ -41,19 +41,22 @@ class FunctionScorer:
         function(prompts: list[str], responses: list[str]) -> list[Answer]
         function(prompts, responses, records: list[Record]) -> list[Answer]
 
-    It gets records if it has a parameter `records`, a third positional one without a default, or **keywords. It may
-    also return an array or a tensor of numbers. Raises UserError if it can be called in neither way.
+    It gets records, if there are any, where it has a parameter `records`, a third positional one without a default, or
+    **keywords. An array or a tensor of numbers will do as well. Raises UserError where it can be called in neither way.
     """
 
     def __init__(self, name: str):
         self.name, self.function = name, load_function(name)
-        self.how = records_parameter(self.function, name)
+        self.how, self.needs_records = records_parameter(self.function, name)
 
     def __call__(self, prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
-        if self.how is not None and records is None:
+        if self.needs_records and records is None:
             raise UserError(f"function {self.name}: takes records, but there are none")
-        positional = [records] if self.how == "positional" else []
-        keywords = {"records": records} if self.how == "keyword" else {}
+        how = self.how if records is not None else None
+        positional, keywords = (
+            [records] if how == "positional" else [],
+            {"records": records} if how == "keyword" else {},
+        )
         try:
             scores = self.function(list(prompts), list(responses), *positional, **keywords)
         except (Exception, SystemExit) as error:  # a rank that exits here would leave the others waiting
@@ -175,14 +178,16 @@ def load_function(name: str) -> Callable[[list[str], list[str]], Any]:
     return function
 
 
-def records_parameter(function: Callable[..., Any], name: str) -> Literal["positional", "keyword"] | None:
-    """How `function` takes records; None: it does not. Raises UserError if it can be called neither with (prompts,
-    responses) nor with (prompts, responses, records)."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in ones have none
-        return None
+def records_parameter(function: Callable[..., Any], name: str) -> tuple[Literal["positional", "keyword"] | None, bool]:
+    """(How `function` takes records; None: it does not, whether it cannot be called without them). Raises UserError
+    where it can be called neither with (prompts, responses) nor with (prompts, responses, records)."""
     kinds = inspect.Parameter
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+        if {p.kind for p in signature.parameters.values()} <= {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD}:
+            signature = inspect.signature(function)  # a wrapper that passes on whatever it gets
+    except (TypeError, ValueError):  # some built-in ones have none
+        return None, False
     parameters = list(signature.parameters.values())
     places = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     how: Literal["positional", "keyword"] | None = None
@@ -199,7 +204,11 @@ def records_parameter(function: Callable[..., Any], name: str) -> Literal["posit
             f"function {name}: has the parameters {signature}, but is called with (prompts, responses) or (prompts, "
             "responses, records); change its parameters"
         )
-    return how
+    try:
+        signature.bind([], [])
+    except TypeError:
+        return how, True
+    return how, False
 
 
 def checked_answers(answers: Any, responses: list[str], *, source: str) -> list[Answer]:

@@ -77,7 +77,7 @@ def main(path: str, overrides: list[str]) -> None:
     host, port = listener.getsockname()[:2]
     print(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
     health = {"status": "ok", "serves": name, "protocol": PROTOCOL}
-    requests = AnsweredRequests(score, needs_records=isinstance(score, FunctionScorer) and score.how is not None)
+    requests = AnsweredRequests(score, needs_records=isinstance(score, FunctionScorer) and score.needs_records)
     server = http_server.Server(health, requests, max_body=settings.max_request_mb * 2**20)
     asyncio.run(server.run(listener))
 

@@ -140,7 +140,7 @@ def test_the_truncation_token(tokenizer, tmp_path):
 
 FUNCTIONS = """
 from __future__ import annotations
-import dataclasses, sys
+import dataclasses, functools, sys
 import numpy as np, torch
 
 @dataclasses.dataclass
@@ -175,6 +175,13 @@ def anything(prompts, responses, **more): return answers(prompts, responses, **m
 class Judge:
     def __call__(self, prompts, responses, records): return answers(prompts, responses, records)
 judge = Judge()
+def maybe(prompts, responses, records=None):
+    return answers(prompts, responses, records) if records else [0.0 for _ in responses]
+def whatever(prompts, responses, **more): return maybe(prompts, responses, **more)
+@functools.wraps(answers)
+def looks_up(prompts, responses): return answers(prompts, responses, [{"answer": 7.0} for _ in responses])
+@functools.wraps(answers)
+def passes(*args, **kwargs): return answers(*args, **kwargs)
 def without(prompts, responses, scale=2.0): return [scale for _ in responses]
 def spoils(prompts, responses, records):
     for record in records: record.clear()
@@ -226,8 +233,27 @@ RECORDS = [{"answer": 4.0}, {"answer": 2.0}]
 def test_functions_get_records(functions, name, factor):
     scorer = FunctionScorer(f"{functions}:{name}")
     assert scorer(["a", "bc"], ["abc", "b"], RECORDS) == [4.0 * factor, 2.0 * factor]
+
+
+@pytest.mark.parametrize("name", ["answers", "third", "keyword", "judge", "passes"])
+def test_functions_that_need_records_are_not_called_without(functions, name):
+    scorer = FunctionScorer(f"{functions}:{name}")
+    assert scorer.needs_records
     with pytest.raises(UserError, match=f":{name}: takes records, but there are none"):
         scorer(["a", "bc"], ["abc", "b"])
+
+
+def test_functions_that_can_do_without_records(functions):
+    for name in ("maybe", "whatever"):
+        scorer = FunctionScorer(f"{functions}:{name}")
+        assert scorer(["a", "bc"], ["abc", "b"], RECORDS) == [4.0, 2.0]
+        assert not scorer.needs_records and scorer(["a", "bc"], ["abc", "b"]) == [0.0, 0.0]
+
+
+def test_parameters_are_those_of_the_wrapper(functions):
+    """functools.wraps gives a wrapper the signature of what it wraps, but it is the wrapper that is called."""
+    assert FunctionScorer(f"{functions}:looks_up")(["a", "bc"], ["abc", "b"], RECORDS) == [7.0, 7.0]
+    assert FunctionScorer(f"{functions}:passes")(["a", "bc"], ["abc", "b"], RECORDS) == [4.0, 2.0]
 
 
 @pytest.mark.parametrize(("name", "expected"), {"rule": [5.0, 0.0], "without": [2.0, 2.0]}.items())
