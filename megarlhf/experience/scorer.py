@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megarlhf.batch import Rollout, Scores
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, token_id
+from megarlhf.experience import sources
 from megarlhf.experience.running import Moments
 from megarlhf.experience.sources import FunctionScorer, Record, RemoteScorer
 from megarlhf.experience.texts import Placed, decoded, place, token_ids
@@ -134,7 +136,8 @@ class Scorer:
         if config.truncate_token is not None:
             self.token = token_id(tokenizer, config.truncate_token, "truncate_token")
         numbered = list(enumerate(config.sources))
-        self.outside = {k: _outside(source) for k, source in numbered if source.checkpoint is None}
+        servers_first = sorted(numbered, key=lambda pair: pair[1].url is None)
+        self.outside = {k: _outside(source) for k, source in servers_first if source.checkpoint is None}
         self._on_one_rank(self._check_health)
         self.models = {k: load_model(source.checkpoint) for k, source in numbered if source.checkpoint is not None}
         self.steps = {
@@ -220,7 +223,10 @@ class Scorer:
         """The answers of each function and server, with steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
         prompts, responses = decoded(ids, self.tokenizer)
-        answers = [source(prompts, responses, self.records(prompt_ids)) for source in self.outside.values()]
+        deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; functions have none
+        for source in self.outside.values():
+            options = {"deadline": deadline} if isinstance(source, RemoteScorer) else {}
+            answers.append(source(prompts, responses, self.records(prompt_ids), **options))
         return [
             [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers
         ]

@@ -87,8 +87,15 @@ class RemoteScorer:
             )
         self.protocol = min(said, PROTOCOL)
 
-    def __call__(self, prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
-        deadline = time.monotonic() + PATIENCE
+    def __call__(
+        self,
+        prompts: list[str],
+        responses: list[str],
+        records: list[Record] | None = None,
+        deadline: float | None = None,
+    ) -> list[Answer]:
+        """`deadline`: of all requests, in time.monotonic(); default: PATIENCE from now."""
+        deadline = time.monotonic() + PATIENCE if deadline is None else deadline
         scores: list[Answer] = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)

@@ -494,6 +494,29 @@ def test_patience_ends_before_the_other_ranks_do(bad, monkeypatch):
     assert time.monotonic() - started < 2
 
 
+def bare_scorer(tokenizer, outside, records=None):
+    """A scorer without the other ranks and without reward models."""
+    scorer = object.__new__(Scorer)
+    scorer.tokenizer, scorer.outside, scorer.records = tokenizer, dict(enumerate(outside)), records
+    scorer.names = tuple(f"source-{k}" for k in scorer.outside)
+    return scorer
+
+
+def test_all_servers_have_one_deadline(tokenizer):
+    """What the first takes is missing to the second: other ranks wait for the whole batch."""
+    deadlines = []
+
+    class Slow(RemoteScorer):
+        def __call__(self, prompts, responses, records=None, deadline=None):
+            deadlines.append(deadline)
+            time.sleep(0.01)
+            return [0.0] * len(prompts)
+
+    servers = [Slow("http://a", timeout=1, retries=0, batch_size=1) for _ in range(2)]
+    bare_scorer(tokenizer, servers, lambda ids: [{} for _ in ids])._ask(make_rollout(2, vocab=16))
+    assert deadlines[0] is not None and deadlines[0] == deadlines[1]
+
+
 SERVED = """
 import pathlib, time
 calls = pathlib.Path(__file__).with_suffix(".calls")
