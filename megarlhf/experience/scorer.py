@@ -177,9 +177,11 @@ class Scorer:
 
     def metrics(self, scores: Scores) -> dict[str, tuple[Tensor, Tensor] | Metric]:
         """scores/NAME/mean and scores/NAME/var of this rank's rows for each source: its own numbers, also of responses
-        that got the penalty, before clip, normalisation and weight; of a response's steps their sum."""
+        that got the penalty, before clip, normalisation and weight; of a response's steps their sum. What is not
+        finite and was replaced by the penalty is left out: it is no reason to refuse the batch."""
         found: dict[str, tuple[Tensor, Tensor] | Metric] = {}
         for name, column in zip(self.names, scores.by_source.double().unbind(1), strict=True):
+            column = column[scores.accepted | column.isfinite()]
             total, count = column.sum(), torch.ones_like(column).sum()
             found[f"scores/{name}/mean"] = (total, count)
             found[f"scores/{name}/var"] = Variance(total, (column**2).sum(), count)

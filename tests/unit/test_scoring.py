@@ -502,6 +502,16 @@ def bare_scorer(tokenizer, outside, records=None):
     return scorer
 
 
+def test_numbers_that_the_penalty_replaced_do_not_spoil_the_batch(tokenizer):
+    numbers = torch.tensor([[1.0], [torch.nan], [4.0], [-torch.inf]])
+    rows = dict(scores=torch.zeros(4), mask=torch.ones(4, 1).bool(), token_scores=torch.zeros(4, 1), by_source=numbers)
+    scorer = bare_scorer(tokenizer, [None])
+    found = scorer.metrics(Scores(accepted=torch.tensor([True, False, False, False]), **rows))
+    assert found["scores/source-0/mean"] == (5.0, 2.0) and found["scores/source-0/var"].value == 2.25
+    found = scorer.metrics(Scores(accepted=torch.tensor([True, True, True, False]), **rows))
+    assert found["scores/source-0/mean"][0].isnan()  # this one counts
+
+
 def test_all_servers_have_one_deadline(tokenizer):
     """What the first takes is missing to the second: other ranks wait for the whole batch."""
     deadlines = []
