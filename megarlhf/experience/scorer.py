@@ -228,7 +228,8 @@ class Scorer:
         deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; functions have none
         for source in self.outside.values():
             options = {"deadline": deadline} if isinstance(source, RemoteScorer) else {}
-            answers.append(source(prompts, responses, self.records(prompt_ids), **options))
+            records = self.records(prompt_ids) if source.takes_records else None
+            answers.append(source(prompts, responses, records, **options))
         return [
             [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers
         ]

@@ -48,6 +48,7 @@ class FunctionScorer:
     def __init__(self, name: str):
         self.name, self.function = name, load_function(name)
         self.how, self.needs_records = records_parameter(self.function, name)
+        self.takes_records = self.how is not None
 
     def __call__(self, prompts: list[str], responses: list[str], records: list[Record] | None = None) -> list[Answer]:
         if self.needs_records and records is None:
@@ -87,6 +88,10 @@ class RemoteScorer:
             )
         self.protocol = min(said, PROTOCOL)
 
+    @property
+    def takes_records(self) -> bool:
+        return self.protocol > 1
+
     def __call__(
         self,
         prompts: list[str],
@@ -101,7 +106,7 @@ class RemoteScorer:
             part = slice(start, start + self.batch_size)
             # A retry has the same id, so the server can answer it without computing again.
             body = {"id": uuid.uuid4().hex, "prompts": prompts[part], "responses": responses[part]}
-            if self.protocol > 1 and records is not None:
+            if self.takes_records and records is not None:
                 body |= {"version": self.protocol, "records": records[part]}
             answer = self._exchange("/score", body, deadline)
             if "scores" not in answer:

@@ -502,6 +502,14 @@ def bare_scorer(tokenizer, outside, records=None):
     return scorer
 
 
+def test_records_are_read_for_those_who_take_them(tokenizer, functions, bad):
+    asked, rollout = [], make_rollout(2, vocab=16)
+    records = lambda ids: asked.append(ids) or [{"answer": 1.0} for _ in ids]  # noqa: E731
+    for name in ("without", "answers"):
+        bare_scorer(tokenizer, [remote(bad + "/well"), FunctionScorer(f"{functions}:{name}")], records)._ask(rollout)
+        assert len(asked) == (name == "answers")
+
+
 def test_numbers_that_the_penalty_replaced_do_not_spoil_the_batch(tokenizer):
     numbers = torch.tensor([[1.0], [torch.nan], [4.0], [-torch.inf]])
     rows = dict(scores=torch.zeros(4), mask=torch.ones(4, 1).bool(), token_scores=torch.zeros(4, 1), by_source=numbers)
