@@ -101,8 +101,11 @@ class PromptReport:
         return "; ".join(part for part in parts if part)
 
 
-def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet, PromptReport]:
-    """The prompts of a file and the report on its lines.
+def load_prompts(
+    tokenizer: Tokenizer, config: PromptsConfig, *, keep_records: bool = True
+) -> tuple[PromptSet, PromptReport]:
+    """The prompts of a file and the report on its lines. Without `keep_records` the other keys are not read, and
+    records have none.
 
     Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
     or empty, and if nothing is left.
@@ -112,7 +115,7 @@ def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
     tokens, texts, others, truncated, dropped = [], [], [], [], []
     records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
-    for line, (text, other) in records.read(lambda row: _parts(row, config.prompt_key)):
+    for line, (text, other) in records.read(lambda row: _parts(row, config.prompt_key, keep_records)):
         body = text
         if config.start_text is not None:
             _, found, body = text.partition(config.start_text)
@@ -146,11 +149,13 @@ def load_prompts(tokenizer: Tokenizer, config: PromptsConfig) -> tuple[PromptSet
     return PromptSet(tokens, texts, others, config.prompt_key), report
 
 
-def _parts(row: dict[str, Any], key: str) -> tuple[str, bytes]:
+def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, bytes]:
     """The prompt of a line, and its other keys as JSON."""
     text = string(row, key)
     if not text.strip():
         raise ValueError(f"'{key}' is empty")
+    if not keep_records:
+        return text, b"{}"
     try:
         rest = {name: value for name, value in row.items() if name != key}
         other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")

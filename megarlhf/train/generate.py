@@ -82,7 +82,7 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
         eos_id=tokenizer.eos_id,
         pad_id=architecture.vocab_size,
     )
-    prompts, report = load_prompts(tokenizer, settings.prompts)
+    prompts, report = load_prompts(tokenizer, settings.prompts, keep_records=False)
     return Plan(source, architecture, tokenizer, prompts, report.summary())
 
 

@@ -121,7 +121,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             eos_id=start.tokenizer.eos_id,
             pad_id=start.architecture.vocab_size,
         )
-        prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts)
+        prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts, keep_records=False)
         notes.append(report.summary())
     total = settings.training.total_steps(len(pairs))
     settings.optimizer.check_steps(total)

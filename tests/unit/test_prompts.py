@@ -23,10 +23,10 @@ def tokenizer(tmp_path_factory):
 def load(tmp_path, tokenizer):
     """Prompts of the texts, or of lines as they are, under some configuration."""
 
-    def run(texts=TEXTS, lines=None, **fields):
+    def run(texts=TEXTS, lines=None, keep=True, **fields):
         path = tmp_path / "prompts.jsonl"
         path.write_text("\n".join(lines or [json.dumps({"prompt": text}) for text in texts]) + "\n")
-        return load_prompts(tokenizer, PromptsConfig(str(path), **fields))
+        return load_prompts(tokenizer, PromptsConfig(str(path), **fields), keep_records=keep)
 
     return run
 
@@ -126,6 +126,13 @@ def test_bad_lines_stop(load, lines, message):
     with pytest.raises(UserError, match=message) as caught:
         load(lines=lines)
     assert "\n" not in str(caught.value)
+
+
+def test_programs_without_records_do_not_look_at_them(load):
+    prompts, report = load(
+        lines=['{"prompt": "a", "x": [NaN]}', json.dumps({"prompt": "b", "x": "y" * 2**24})], keep=False
+    )
+    assert prompts.records([0, 1]) == [{"prompt": "a"}, {"prompt": "b"}] and not report.bad
 
 
 def test_some_bad_lines_may_pass(load):
