@@ -247,7 +247,7 @@ def _steps(pairs: list[Any] | tuple[Any, ...], response: str, where: str) -> Ste
     found: Steps = []
     for place, pair in enumerate(pairs):
         try:
-            end, score = pair
+            end, score = pair if isinstance(pair, (list, tuple)) else ()
             end, score = -1 if isinstance(end, bool) else operator.index(end), _number(score)
         except (TypeError, ValueError):
             end, score = -1, None

@@ -199,6 +199,7 @@ def at_zero(prompts, responses): return [[(0, 0.5)], 0.0]
 def halves(prompts, responses): return [[(1.5, 0.5)], 0.0]
 def unscored(prompts, responses): return [[(1, float("nan"))], 0.0]
 def bare(prompts, responses): return [[0.5], 0.0]
+def mapping(prompts, responses): return [[{1: 0.5, 2: 0.5}], 0.0]
 def triples(prompts, responses): return [[(1, 0.5, 2)], 0.0]
 def digits(prompts, responses): return [10**5000, 0.0]
 """
@@ -361,6 +362,7 @@ def test_right_or_wrong(functions):
         ("halves", "score 1 of 2: step 1 is"),
         ("unscored", r"score 1 of 2: step 1 is '\(1, nan\)'"),
         ("bare", "score 1 of 2: step 1 is '0.5'"),
+        ("mapping", "score 1 of 2: step 1 is"),
         ("triples", "score 1 of 2: step 1 is"),
         ("digits", "score 1 of 2 is 'a number of thousands of digits', not a finite number"),
     ],
