@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.experience.sources import RemoteScorer
-from megarlhf.train.serve_reward import RefusedError, _request
+from megarlhf.train.serve_reward import AnsweredRequests, RefusedError, _request
 from tests.scoring import reward_server
 
 
@@ -106,6 +106,13 @@ def test_every_request_gets_a_clear_answer(server, request_bytes, status, words)
     found, said = talk(port, request_bytes)
     assert found == status and words in json.dumps(said), said
     assert healthy(port)
+
+
+def test_version_1_gets_the_sum_of_steps():
+    requests = AnsweredRequests(lambda prompts, responses, records: [[(1, 0.5), (3, 2.0)]], needs_records=False)
+    assert requests(GOOD) == (200, {"scores": [2.5]})
+    again = GOOD[:-1] + b', "version": 2, "records": [{}]}'
+    assert requests(again) == (200, {"scores": [[(1, 0.5), (3, 2.0)]]})
 
 
 def test_requests_may_share_a_connection(server):
