@@ -282,6 +282,8 @@ def _parse(text: str) -> dict[str, Any]:
 
     def member(at: int) -> int:
         name, at = key(at)
+        if name in found:  # each of its lists could have as many responses
+            raise RefusedError(f"the key {name[:40]!r} is there twice")
         if name not in ("prompts", "responses") or text[at : at + 1] != "[":
             found[name], at = anything(at)
             return at

@@ -74,6 +74,7 @@ def healthy(port: int) -> bool:
         (post(GOOD[:-1] + b', "more": {"a": [{}, null]}}'), 200, "[3.0]"),
         (post(GOOD[:-1] + b', "more": {"a": [{}, ]}}'), 400, "the body must be a JSON object"),
         (post(GOOD[:-1] + b', "more": {"a" 1}}'), 400, "the body must be a JSON object"),
+        (post(GOOD[:-1] + b', "prompts": ["a"]}'), 400, "the key 'prompts' is there twice"),
         (post(GOOD[:-1] + b', "version": 3}'), 400, "version must be a whole number from 1 to 2"),
         (post(GOOD[:-1] + b', "version": true}'), 400, "version must be a whole number from 1 to 2"),
         (post(GOOD[:-1] + b', "version": 2}'), 400, "records must be a list of objects, one for each response"),
