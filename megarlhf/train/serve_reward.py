@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import socket
 import sys
@@ -217,13 +218,20 @@ def _request(body: bytes | bytearray) -> tuple[str, list[str], list[str], list[R
     return name, *lists, records
 
 
+def _finite(text: str) -> float:
+    """The number `text`, for a JSON decoder. Python's own reads Infinity and NaN, which JSON does not have."""
+    if not math.isfinite(float(text)):
+        raise RefusedError(f"{text[:40]} is no finite number")
+    return float(text)
+
+
 def _parse(text: str) -> dict[str, Any]:
     """The JSON object `text`; `prompts` and `responses` are lists of strings.
 
     Elements are parsed and counted one by one, because a small body makes large objects: 8 MiB of `{},` take 226 MB.
     Raises ValueError for any other text, RefusedError for too many elements or too much nesting.
     """
-    decode, spaces = json.JSONDecoder().raw_decode, SPACE.match
+    decode, spaces = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).raw_decode, SPACE.match
     count = 0
 
     def sequence(start: int, end: str, most: int, refusal: str, element: Callable[[int], int]) -> int:

@@ -82,6 +82,8 @@ def healthy(port: int) -> bool:
         (post(GOOD[:-1] + b', "version": 2, "records": ["a"]}'), 400, "records must be a list of objects"),
         (post(GOOD[:-1] + b', "version": 2, "records": [{"a": ' + b"[" * 99), 400, "more than 16 lists and objects"),
         (post(GOOD[:-1] + b', "version": 2, "records": [{"a": [1.5, {"b": null}]}]}'), 200, "[3.0]"),
+        (post(GOOD[:-1] + b', "version": 2, "records": [{"a": [-Infinity]}]}'), 400, "-Infinity is no finite number"),
+        (post(GOOD[:-1] + b', "version": 2, "records": [{"a": 1e999}]}'), 400, "1e999 is no finite number"),
         (post(GOOD + b"x"), 400, "the body must be a JSON object"),
         (post(b" {" + GOOD[1:-1] + b',"n" : -1.5e3 ,"b":null, "s" : [ ] } \n'), 200, "[3.0]"),
         (post(b'{"id": "1", "prompts": ["a", ], "responses": ["a"]}'), 400, "the body must be a JSON object"),
