@@ -119,6 +119,8 @@ class _Bad(BaseHTTPRequestHandler):
             return self.connection.close()
         if how == "strict":
             return self._reply(400, b"only English here")
+        if how == "full":
+            return self._reply(413, b'{"error": "too much"}')
         if how == "limited":  # more than two texts are too many
             return self._reply(200 if len(scores) <= 2 else 413, json.dumps({"scores": scores}).encode())
         answers = {

@@ -42,7 +42,9 @@ class PromptsConfig:
             raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
-RECORD_BYTES = 2**24  # of a line's other keys; larger values belong in files of their own
+# Limits of what a line has beside its prompt. A record within them fits in a request to the reference server with its
+# default limits (train/serve_reward.py), although JSON may write a character of 2 bytes in 6.
+RECORD_BYTES, RECORD_VALUES, RECORD_DEPTH = 2**21, 2**17 - 8, 15
 
 
 @dataclass(frozen=True)
@@ -156,19 +158,33 @@ def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, byte
         raise ValueError(f"'{key}' is empty")
     if not keep_records:
         return text, b"{}"
+    rest = {name: value for name, value in row.items() if name != key}
+    if (values := _count(rest, RECORD_DEPTH)) > RECORD_VALUES:
+        raise ValueError(
+            f"the keys beside '{key}' have {values} values, more than {RECORD_VALUES}; put large values in files of "
+            "their own and give their names"
+        )
     try:
-        rest = {name: value for name, value in row.items() if name != key}
         other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
     except ValueError:
         raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
-    except RecursionError:
-        raise ValueError("the record is nested too deeply")
     if len(other) > RECORD_BYTES:
         raise ValueError(
             f"the keys beside '{key}' take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of "
             "their own and give their names"
         )
     return text, other
+
+
+def _count(value: Any, depth: int) -> int:
+    """How many values and keys `value` has, itself included. ValueError: more than `depth` lists and objects within
+    each other."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if not depth:
+        raise ValueError(f"the line has more than {RECORD_DEPTH} lists and objects within each other")
+    inner, keys = (value.values(), len(value)) if isinstance(value, dict) else (value, 0)
+    return 1 + keys + sum(_count(one, depth - 1) for one in inner)
 
 
 class PromptLoader:

@@ -67,6 +67,10 @@ class FunctionScorer:
         return checked_answers(scores, responses, source=f"function {self.name}")
 
 
+class _TooLargeError(UserError):
+    """HTTP 413. Half of the request may pass."""
+
+
 class RemoteScorer:
     """A server at `url` that scores texts. It gets records if its answer to GET /health has protocol 2. Temporary
     failures (no connection, no complete answer within `timeout` seconds, HTTP 408, 429 and 5xx) are retried up to
@@ -97,13 +101,22 @@ class RemoteScorer:
         """`deadline`: of all requests, in time.monotonic(); default: PATIENCE from now."""
         deadline = time.monotonic() + PATIENCE if deadline is None else deadline
         scores: list[Answer] = []
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
+        count = len(prompts)
+        parts = [slice(at, min(at + self.batch_size, count)) for at in range(0, count, self.batch_size)][::-1]
+        while parts:
+            part = parts.pop()
             # A retry has the same id, so the server can answer it without computing again.
             body = {"id": uuid.uuid4().hex, "prompts": prompts[part], "responses": responses[part]}
             if self.takes_records and records is not None:
                 body |= {"version": self.protocol, "records": records[part]}
-            answer = self._exchange("/score", body, deadline)
+            try:
+                answer = self._exchange("/score", body, deadline)
+            except _TooLargeError:
+                middle = (part.start + part.stop) // 2
+                if middle == part.start:
+                    raise
+                parts += [slice(middle, part.stop), slice(part.start, middle)]
+                continue
             if "scores" not in answer:
                 raise UserError(
                     f"{self.url}/score: the answer has no key 'scores' (found: {', '.join(answer) or 'none'}); see "
@@ -131,13 +144,12 @@ class RemoteScorer:
                         "the final address as the source's url"
                     )
                 if reply.status < 500 and reply.status not in (408, 429):
-                    remedy = "see docs/reward-server.md"
                     if reply.status == 413:
-                        remedy = (
-                            "lower the source's batch_size, raise the server's limit, or take large values out of the "
-                            "prompts' lines"
+                        raise _TooLargeError(
+                            f"{url}: the server refuses a request with one response ({reason}); raise the server's "
+                            "limit, or take large values out of the prompts' lines"
                         )
-                    raise UserError(f"{url}: the server refuses the request ({reason}); {remedy}")
+                    raise UserError(f"{url}: the server refuses the request ({reason}); see docs/reward-server.md")
             except http_client.TooLongError:
                 raise UserError(f"{url}: the answer has more than {limit} bytes; is this a reward server?")
             except TimeoutError:

@@ -25,7 +25,7 @@ REMEMBERED_SCORES = 2**17  # most numbers in the cached answers
 MOST_RESPONSES = 2**14  # of a request
 MOST_KEYS = 64  # of a request
 MOST_VALUES = 2**17  # in the records and unknown keys of a request, the keys of objects counted too
-DEEPEST = 16  # nested lists and objects in one of these
+DEEPEST = 16  # nested lists and objects in one of these; data/prompts.py keeps a record within both limits
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -60,6 +60,10 @@ class ServeRewardConfig:
 
 class RefusedError(Exception):
     """A request that would fail again: HTTP 400 with this message."""
+
+
+class TooLargeError(RefusedError):
+    """HTTP 413: a part of the request may pass."""
 
 
 Score = Callable[[list[str], list[str], list[Record] | None], list[Answer]]
@@ -157,7 +161,7 @@ class AnsweredRequests:
                 scores = [sum(score for _, score in said) if isinstance(said, list) else said for said in scores]
             return 200, {"scores": scores}
         except RefusedError as error:
-            return 400, {"error": str(error)}
+            return 413 if isinstance(error, TooLargeError) else 400, {"error": str(error)}
         except Exception as error:
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             print(f"  {message}", file=sys.stderr, flush=True)
@@ -246,7 +250,7 @@ def _parse(text: str) -> dict[str, Any]:
             if text[at : at + 1] != ",":
                 raise ValueError
             at += 1
-        raise RefusedError(refusal)
+        raise TooLargeError(refusal)
 
     def scalar(at: int, opening: str) -> tuple[Any, int]:
         if text[at : at + 1] not in opening or at == len(text):
@@ -265,7 +269,9 @@ def _parse(text: str) -> dict[str, Any]:
         nonlocal count
         count += 1
         if count > MOST_VALUES:
-            raise RefusedError(f"records and other keys may have {MOST_VALUES} values in all; send fewer texts at once")
+            raise TooLargeError(
+                f"records and other keys may have {MOST_VALUES} values in all; send fewer texts at once"
+            )
         opening = text[at : at + 1]
         if opening not in ("{", "["):
             return scalar(at, '"-0123456789tfn')

@@ -9,6 +9,7 @@ import torch
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, load_prompts
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.train.serve_reward import ServeRewardConfig, _request
 from tests.unit.test_data import save_hf
 
 TEXTS = ["One two. Three four. Five", "The quick brown fox.", "no period here", "End. "]
@@ -118,7 +119,9 @@ def test_batches_carry_the_ids_of_their_prompts(load):
         (["{"], "prompts.jsonl:1: not JSON"),
         (['{"prompt": "a", "x": [{"y": NaN}]}'], "prompts.jsonl:1: a number is NaN or infinite"),
         (['{"prompt": "a", "x": 1e999}'], "prompts.jsonl:1: a number is NaN or infinite"),
-        ([json.dumps({"prompt": "a", "x": "y" * 2**24})], "prompts.jsonl:1: the keys beside 'prompt' take 16777225 by"),
+        ([json.dumps({"prompt": "a", "x": "y" * 2**21})], "prompts.jsonl:1: the keys beside 'prompt' take 2097161 by"),
+        ([json.dumps({"prompt": "a", "x": [1] * 2**17})], "prompts.jsonl:1: the keys beside 'prompt' have 131075 val"),
+        (['{"prompt": "a", "x": ' + "[" * 15 + "]" * 15 + "}"], "prompts.jsonl:1: the line has more than 15 lists and"),
         (["", " "], "no prompt is left"),
     ],
 )
@@ -126,6 +129,19 @@ def test_bad_lines_stop(load, lines, message):
     with pytest.raises(UserError, match=message) as caught:
         load(lines=lines)
     assert "\n" not in str(caught.value)
+
+
+def test_the_largest_record_fits_in_a_request(load):
+    """What is read is not refused by the reference server in the middle of a run: bytes, values, depth."""
+    deep = {"x": None}
+    for _ in range(14):
+        deep = {"x": deep}
+    for other in ({"x": "\xe9" * (2**20 - 10)}, {"x": [1] * (2**17 - 12)}, deep):
+        prompts, _ = load(lines=[json.dumps({"prompt": "a"} | other)])
+        request = {"version": 2, "id": "1", "prompts": ["a"], "responses": ["b"], "records": prompts.records([0])}
+        body = json.dumps(request).encode()
+        assert len(body) < ServeRewardConfig(function="a:b").max_request_mb * 2**20
+        assert _request(body)[-1] == [{"prompt": "a"} | other]
 
 
 def test_programs_without_records_do_not_look_at_them(load):

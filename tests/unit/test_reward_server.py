@@ -93,7 +93,7 @@ def healthy(port: int) -> bool:
         (post(json.dumps({"id": "1" * 999, "prompts": ["a"], "responses": ["a"]}).encode()), 400, "id may have 200"),
         (
             post(json.dumps({"id": "1", "prompts": [""] * 20000, "responses": [""] * 20000}).encode()),
-            400,
+            413,
             "16384 responses",
         ),
         (b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431, "more than 16384 bytes"),

@@ -404,8 +404,9 @@ PROMPTS, RESPONSES = ["p"] * 5, ["a", "bb", "ccc", "dddd", "eeeee"]
 
 def test_batches_are_split(bad):
     assert remote(bad + "/limited/", batch_size=2)(PROMPTS, RESPONSES) == [1, 2, 3, 4, 5]
-    with pytest.raises(UserError, match="limited/score: the server refuses the request .HTTP 413"):
-        remote(bad + "/limited", batch_size=3)(PROMPTS, RESPONSES)
+    assert remote(bad + "/limited/", batch_size=5)(PROMPTS, RESPONSES) == [1, 2, 3, 4, 5]  # refused, then halved
+    with pytest.raises(UserError, match="full/score: the server refuses a request with one response .HTTP 413"):
+        remote(bad + "/full", batch_size=3)(PROMPTS, RESPONSES)
 
 
 def test_failures_that_pass_are_tried_again(bad):
@@ -600,7 +601,7 @@ def test_the_reference_server_answers_both_protocols(tmp_path):
         scorer.check_health()
         assert scorer(["p"] * 3, ["7", "8", "steps"], records) == answers
         large = [{"text": "a" * 2**20}]
-        with pytest.raises(UserError, match=r"HTTP 413: .*max_request_mb.*; lower the source's batch_size, raise the"):
+        with pytest.raises(UserError, match=r"HTTP 413: .*max_request_mb.*; raise the server's"):
             scorer(["p"], ["7"], large)
     (tmp_path / "judge.py").write_text("def score(prompts, responses): return [len(text) for text in responses]\n")
     with reward_server(tmp_path, function=f"{tmp_path}/judge.py:score") as (url, _):
