@@ -201,10 +201,10 @@ def _count_start(run: Path, step: int) -> None:
 
 
 def _repeats(run: Path, failure: str) -> bool:
-    """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same. After a TERM
-    no failure counts: preemption ends the ranks one after the other."""
+    """Record `failure` as that of this attempt; whether too many attempts in a row have recorded the same. A failure
+    after a TERM counts too: srun sends TERM to the other ranks when one has crashed."""
     job = os.environ.get("SLURM_JOB_ID")
-    if job is None or signals.asked() == signals.END:
+    if job is None:
         return False
     record = _read_records(run).get(job, _Record())
     if record.failed != _restarts():  # else another rank has recorded it

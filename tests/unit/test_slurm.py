@@ -55,12 +55,19 @@ def test_two_failures_without_progress_are_the_last(job, tmp_path):
 
 
 def test_what_slurm_ends_is_no_failure(job, tmp_path):
-    """Preempted again and again before the first checkpoint: without a word, or after a TERM by which the ranks lose
-    each other."""
+    """Preempted again and again before the first checkpoint, without a failure that a rank has seen."""
     job.setenv("SLURM_JOB_ID", "71")
     for number in range(6):
-        job.setattr(signals, "_asked", signals.END if number % 2 else signals.STAY)
-        attempt(job, tmp_path / "run", number, 0, "a rank was lost in step 1" if number % 2 else None)
+        attempt(job, tmp_path / "run", number, 0, None)
+
+
+def test_a_crash_counts_although_srun_sends_term_to_the_other_ranks(job, tmp_path):
+    job.setenv("SLURM_JOB_ID", "71")
+    job.setattr(signals, "_asked", signals.END)
+    for number in range(2):
+        attempt(job, tmp_path / "run", number, 4, "rank 0 was lost in step 5")
+    with pytest.raises(UserError, match="job 71 made no progress twice"):
+        attempt(job, tmp_path / "run", 2, 4, None)
 
 
 def test_another_job_that_fails_leaves_the_record_alone(job, tmp_path):
