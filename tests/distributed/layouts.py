@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from megarlhf.batch import Sequences
 from megarlhf.cluster import parallel
 from megarlhf.cluster.parallel import ParallelConfig, Topology
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import VOCABULARY, Architecture
 from megarlhf.optim import OptimizerConfig
 
 SIZES = dict(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, vocab_size=503)
@@ -86,31 +87,55 @@ def share(batch: Sequences, topology: Topology) -> Sequences:
     return batch.select(slice(topology.data_rank * rows, (topology.data_rank + 1) * rows))
 
 
-def full_weights(engine) -> dict[str, torch.Tensor]:
-    """{global name: full tensor}, vocabulary padding cut off, on every rank."""
-    topology, size = engine.topology, engine.topology.parallel.tensor
-    found = {}
+def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+    """(global name, parameter, chunk) of this rank: the names count layers over all stages."""
     for module in engine.modules:
         for name, parameter in module.named_parameters():
             parts = name.split(".")
             if name.startswith("decoder.layers."):
                 parts[2] = str(module.decoder.layers[int(parts[2])].layer_number - 1)
-            name = ".".join(parts)
-            value = parameter.detach().float().contiguous()
-            if getattr(parameter, "tensor_model_parallel", False) and size > 1:
-                shards = [torch.empty_like(value) for _ in range(size)]
-                dist.all_gather(shards, value, group=topology.tensor_group)
-                if name.endswith("linear_fc1.weight") and module.architecture.gated_mlp:
-                    halves = [shard.chunk(2) for shard in shards]
-                    value = torch.cat([half[0] for half in halves] + [half[1] for half in halves])
-                else:
-                    value = torch.cat(shards, parameter.partition_dim)
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                value = value[: module.architecture.vocab_size]
-            found[name] = value.clone()
+            yield ".".join(parts), parameter, module
+
+
+def full_weights(engine, read=lambda parameter: parameter.detach()) -> dict[str, torch.Tensor]:
+    """{global name: full tensor}, vocabulary padding cut off, on every rank: the weights, or what `read` makes of a
+    parameter, such as its gradient."""
+    topology, size = engine.topology, engine.topology.parallel.tensor
+    found = {}
+    for name, parameter, module in named_parameters(engine):
+        value = read(parameter).float().contiguous()
+        if getattr(parameter, "tensor_model_parallel", False) and size > 1:
+            shards = [torch.empty_like(value) for _ in range(size)]
+            dist.all_gather(shards, value, group=topology.tensor_group)
+            if name.endswith("linear_fc1.weight") and module.architecture.gated_mlp:
+                halves = [shard.chunk(2) for shard in shards]
+                value = torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+            else:
+                value = torch.cat(shards, parameter.partition_dim)
+        if name in VOCABULARY:
+            value = value[: module.architecture.vocab_size]
+        found[name] = value.clone()
     stages = [None] * topology.parallel.pipeline
     dist.all_gather_object(stages, found, group=topology.pipeline_group)
     merged = {name: value for stage in stages for name, value in stage.items()}
     if engine.modules[0].architecture.tie_embeddings:
         merged.pop("output_layer.weight", None)  # the last stage's copy
     return merged
+
+
+@torch.no_grad()
+def set_full_weights(engine, weights: dict[str, torch.Tensor], key=lambda name: name) -> None:
+    """The inverse of `full_weights`, for an fp32 engine: every rank cuts its shards from `weights`. `key`: a global
+    name -> its name in `weights`."""
+    size, rank = engine.topology.parallel.tensor, engine.topology.tensor_rank
+    for name, parameter, module in named_parameters(engine):
+        tied = name == "output_layer.weight" and module.architecture.tie_embeddings
+        value = weights["embedding.word_embeddings.weight" if tied else key(name)]
+        if name in VOCABULARY:
+            padded = module.architecture.padded_vocab_size(size)
+            value = torch.nn.functional.pad(value, (0, 0, 0, padded - len(value)))
+        if getattr(parameter, "tensor_model_parallel", False) and size > 1:
+            gated = name.endswith("linear_fc1.weight") and module.architecture.gated_mlp
+            halves = value.chunk(2) if gated else (value,)
+            value = torch.cat([half.chunk(size, parameter.partition_dim)[rank] for half in halves])
+        parameter.copy_(value)
