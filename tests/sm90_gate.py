@@ -23,7 +23,7 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **constants) -> dict:
     """Registers, stack and local bytes of one variant, spills, and instructions an element of its inner loop."""
     types = {name: f"*{logits}" for name in ("X", "REF", "OUT")} | {"scale": "fp32"}
-    types |= dict.fromkeys(("LABELS", "IDS", "STEP"), "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
+    types |= dict.fromkeys(("LABELS", "IDS", "STEPS"), "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
     constants = constants or {"ENTROPY": entropy, "BLOCK": block}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 

@@ -53,7 +53,7 @@ def sample_without_cache(
             config,
             seed=seed,
             sequence_ids=sequence_ids,
-            step=torch.tensor(step, device=tokens.device),
+            steps=torch.full_like(sequence_ids, step),
             vocab_size=architecture.vocab_size,
             with_entropy=with_entropy,
             tp_group=topology.tensor_group,

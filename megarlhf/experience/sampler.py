@@ -179,14 +179,14 @@ class Sampler:
             dist.broadcast(finished, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
         return bool(finished)
 
-    def draw(self, hidden: Tensor, sequence_ids: Tensor, step: Tensor) -> Sampled:
-        """(B, H) hidden states of the last stage -> a token a row."""
+    def draw(self, hidden: Tensor, sequence_ids: Tensor, steps: Tensor) -> Sampled:
+        """(B, H) hidden states of the last stage, (B,) sequence ids and (B,) steps -> a token a row."""
         return sampling.sample(
             self.decoders[-1].logits(hidden),
             self.config,
             seed=self.seed,
             sequence_ids=sequence_ids,
-            step=step,
+            steps=steps,
             vocab_size=self.vocab_size,
             with_entropy=self.with_entropy,
             tp_group=self.group,
@@ -204,7 +204,7 @@ class _Slot:
         self.before, self.behind = (dist.get_global_rank(pipeline, (stage + way) % stages) for way in (-1, 1))
         self.caches = [decoder.cache(rows, sampler.length) for decoder in sampler.decoders]
         self.sequence_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # tokens drawn of each row
         self.sampled = {
             "tokens": torch.zeros(rows, dtype=torch.int64, device=device),
             "logprobs": torch.zeros(rows, device=device),
@@ -217,13 +217,13 @@ class _Slot:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.sampled.values(), self.sequence_ids, self.received, self.sent)
+        tensors = (*self.sampled.values(), self.sequence_ids, self.steps, self.received, self.sent)
         return sum(cache.num_bytes for cache in self.caches) + sum(x.numel() * x.element_size() for x in tensors)
 
     def begin(self, prompts: Prompts, sequence_ids: Tensor) -> None:
         self.prompts = prompts
         self.sequence_ids.copy_(sequence_ids)
-        self.step.zero_()
+        self.steps.zero_()
 
     def compute(self, step: int, chunk: int) -> None:
         """One chunk of one step: step 0 reads the prompts, every other the token before."""
@@ -266,11 +266,11 @@ class _Slot:
             self.sent[chunk].copy_(hidden)
 
     def _draw(self, hidden: Tensor) -> None:
-        sampled = self.sampler.draw(hidden, self.sequence_ids, self.step)
+        sampled = self.sampler.draw(hidden, self.sequence_ids, self.steps)
         for name, value in sampled._asdict().items():
             if value is not None:
                 self.sampled[name].copy_(value)
-        self.step.add_(1)
+        self.steps.add_(1)
 
     def _ends(self, chunk: int) -> bool:
         """Whether this rank's `chunk` is the model's last."""

@@ -32,16 +32,16 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return a, b, c, d
 
 
-def gumbel(seed: int, sequence_ids: Tensor, step: Tensor, *, stream: int, first: int, count: int) -> Tensor:
+def gumbel(seed: int, sequence_ids: Tensor, steps: Tensor, *, stream: int, first: int, count: int) -> Tensor:
     """(N, count) float32 standard Gumbel variates with the indices from `first` (below 2^31), for the rows'
-    `sequence_ids` (N,) at `step` (a scalar tensor); `stream` is 0 or 1.
+    `sequence_ids` (N,) and `steps` (N,), both int64; `stream` is 0 or 1.
 
     -log E with E = -log(1 - u) and u = (word + 1/2) / 2^32. Small E decide a maximum, and there u has float32's full
     relative precision; in the more usual -log(-log(u)) they come from u near 1, where float32 has a grid of 2^-24.
     """
     quads = torch.arange(first // 4, -(-(first + count) // 4), device=sequence_ids.device) + (stream << 31)
     ids = sequence_ids[:, None]
-    words = philox((quads, step, ids & WORD, (ids >> 32) & WORD), split_seed(seed))
+    words = philox((quads, steps[:, None], ids & WORD, (ids >> 32) & WORD), split_seed(seed))
     bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, first % 4 : first % 4 + count]
     uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -78,7 +78,7 @@ def sample(
     *,
     seed: int,
     sequence_ids: Tensor,
-    step: Tensor,
+    steps: Tensor,
     vocab_size: int,
     with_entropy: bool = False,
     tp_group: ProcessGroup | None = None,
@@ -88,12 +88,14 @@ def sample(
 
     logits_shard: (N, V') float, this rank's columns [rank V', (rank + 1) V'), V' a multiple of BLOCK; columns beyond
         `vocab_size` count as -inf. A row with nan or +inf logits gives a meaningless token and nan log-prob.
-    sequence_ids: (N,) int64, not negative. step: scalar int64 tensor, the token's place in its sequence.
+    sequence_ids: (N,) int64, not negative. steps: (N,) int64, from 0 to 2^32 - 1, the number of tokens that were drawn
+        of a row's sequence before this one; rows may differ.
     backend: "auto" (Triton for CUDA tensors where it is installed), "torch" or "triton".
     """
     columns = logits_shard.shape[1]
     assert columns % BLOCK == 0 and logits_shard.stride(1) == 1, (logits_shard.shape, logits_shard.stride())
-    assert sequence_ids.dtype == step.dtype == torch.int64 and sequence_ids.shape == logits_shard.shape[:1]
+    assert sequence_ids.dtype == steps.dtype == torch.int64
+    assert sequence_ids.shape == steps.shape == logits_shard.shape[:1], (sequence_ids.shape, steps.shape)
     assert vocab_size <= columns * tp_size(tp_group) < 2**24  # records hold ids as float32
     rank = dist.get_rank(tp_group) if tp_size(tp_group) > 1 else 0
     start = rank * columns
@@ -104,7 +106,7 @@ def sample(
         from megarlhf.kernels.triton_sampling import triton_records as records_of
     records = records_of(
         x, temperature=draw.temperature, greedy=draw.greedy, start=start, threshold=threshold, seed=seed,
-        sequence_ids=sequence_ids, step=step, with_entropy=with_entropy,
+        sequence_ids=sequence_ids, steps=steps, with_entropy=with_entropy,
     )  # fmt: skip
     return _winner(gather(records, tp_group), draw, vocab_size, with_entropy)
 
@@ -118,7 +120,7 @@ def torch_records(
     threshold: Tensor | None,
     seed: int,
     sequence_ids: Tensor,
-    step: Tensor,
+    steps: Tensor,
     with_entropy: bool,
 ) -> Tensor:
     """(N, width) logits of the vocabulary ids from `start` -> (N, 6) float32: the best score (relative to top / T), its
@@ -148,16 +150,16 @@ def torch_records(
     if greedy:
         column = x.argmax(-1)
     else:
-        noise = gumbel(seed, sequence_ids, step, stream=BLOCK_NOISE, first=start // BLOCK, count=sums.shape[1])
+        noise = gumbel(seed, sequence_ids, steps, stream=BLOCK_NOISE, first=start // BLOCK, count=sums.shape[1])
         best, block = (sums.log() + noise).max(-1)
         score.copy_(best)
-        column = _within(x, block, top, temperature, threshold, seed, sequence_ids, step)
+        column = _within(x, block, top, temperature, threshold, seed, sequence_ids, steps)
     token.copy_(column + start)
     logit.copy_(x.gather(1, column[:, None])[:, 0])
     return records
 
 
-def _within(x, block: Tensor, top: Tensor, temperature: float, threshold, seed: int, sequence_ids, step) -> Tensor:
+def _within(x, block: Tensor, top: Tensor, temperature: float, threshold, seed: int, sequence_ids, steps) -> Tensor:
     """The column chosen within each row's `block` (N,)."""
     place = torch.arange(BLOCK, device=x.device)
     columns = block[:, None] * BLOCK + place
@@ -165,7 +167,7 @@ def _within(x, block: Tensor, top: Tensor, temperature: float, threshold, seed: 
     possible = columns < x.shape[1]
     if threshold is not None:
         possible &= inside >= threshold[:, None]
-    noise = gumbel(seed, sequence_ids, step, stream=TOKEN_NOISE, first=0, count=BLOCK)
+    noise = gumbel(seed, sequence_ids, steps, stream=TOKEN_NOISE, first=0, count=BLOCK)
     scores = ((inside - top[:, None]) / temperature + noise).masked_fill_(~possible, -torch.inf)
     return block * BLOCK + scores.argmax(-1)
 

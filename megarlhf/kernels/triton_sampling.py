@@ -44,7 +44,7 @@ def block_stats_kernel(X, STATS, THRESHOLD, stride_x, width, blocks, scale, ENTR
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "start"])
-def pick_kernel(X, STATS, THRESHOLD, IDS, STEP, RECORDS, stride_x, width, blocks, start, seed_low, seed_high, scale,
+def pick_kernel(X, STATS, THRESHOLD, IDS, STEPS, RECORDS, stride_x, width, blocks, start, seed_low, seed_high, scale,
                 GREEDY: tl.constexpr, ENTROPY: tl.constexpr, FILTER: tl.constexpr, BLOCKS: tl.constexpr,
                 FIRST_STREAM: tl.constexpr, SECOND_STREAM: tl.constexpr):  # fmt: skip
     """One row's record from its blocks; BLOCKS is a power of 2 that holds them."""
@@ -74,14 +74,14 @@ def pick_kernel(X, STATS, THRESHOLD, IDS, STEP, RECORDS, stride_x, width, blocks
     else:
         if FILTER:
             sizes = tl.load(at + 3 * blocks, mask=inside, other=0.0)
-        noise = gumbel(IDS + row, STEP, seed_low, seed_high, start // WIDTH + block, FIRST_STREAM)
+        noise = gumbel(IDS + row, STEPS + row, seed_low, seed_high, start // WIDTH + block, FIRST_STREAM)
         scores = tl.where(inside, tl.log(sizes) + shift * LN2 + noise, float("-inf"))
         best = tl.argmax(scores, 0)
         tl.store(to, tl.max(scores, 0))
         x = tl.load(X + best * WIDTH + place, mask=best * WIDTH + place < width, other=float("-inf")).to(tl.float32)
         if FILTER:
             x = tl.where(x >= tl.load(THRESHOLD + row), x, float("-inf"))
-        noise = gumbel(IDS + row, STEP, seed_low, seed_high, place, SECOND_STREAM)
+        noise = gumbel(IDS + row, STEPS + row, seed_low, seed_high, place, SECOND_STREAM)
         chosen = best * WIDTH + tl.argmax((x - top) * scale * LN2 + noise, 0)
     chosen = tl.minimum(chosen, width - 1)  # a row of nan
     tl.store(to + 1, (chosen + start).to(tl.float32))
@@ -90,7 +90,7 @@ def pick_kernel(X, STATS, THRESHOLD, IDS, STEP, RECORDS, stride_x, width, blocks
 
 @triton.jit
 def gumbel(ID, STEP, seed_low, seed_high, index, STREAM: tl.constexpr):
-    """`noise.gumbel` at `index`."""
+    """`noise.gumbel` at `index`, of the row whose sequence id and step are at these addresses."""
     sequence = tl.load(ID)
     quad = (index >> 2).to(tl.uint32) + STREAM * 2147483648
     zero = quad * 0
@@ -116,7 +116,7 @@ def triton_records(
     threshold: Tensor | None,
     seed: int,
     sequence_ids: Tensor,
-    step: Tensor,
+    steps: Tensor,
     with_entropy: bool,
 ) -> Tensor:
     """As `sampling.torch_records`."""
@@ -135,8 +135,9 @@ def triton_records(
         ENTROPY=with_entropy, FILTER=filtering, TILE=TILE_BLOCKS, num_warps=TILE_WARPS,
     )  # fmt: skip
     pick_kernel[rows,](
-        x, stats, threshold, sequence_ids, step, records, x.stride(0), width, blocks, start, *split_seed(seed), scale,
-        GREEDY=greedy, ENTROPY=with_entropy, FILTER=filtering, BLOCKS=triton.next_power_of_2(blocks),
-        FIRST_STREAM=BLOCK_NOISE, SECOND_STREAM=TOKEN_NOISE, num_warps=PICK_WARPS,
+        x, stats, threshold, sequence_ids.contiguous(), steps.contiguous(), records, x.stride(0), width, blocks, start,
+        *split_seed(seed), scale, GREEDY=greedy, ENTROPY=with_entropy, FILTER=filtering,
+        BLOCKS=triton.next_power_of_2(blocks), FIRST_STREAM=BLOCK_NOISE, SECOND_STREAM=TOKEN_NOISE,
+        num_warps=PICK_WARPS,
     )  # fmt: skip
     return records

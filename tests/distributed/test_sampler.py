@@ -245,8 +245,8 @@ def drawn(options, vocab_size):
         shard = padded[:, columns * topology.tensor_rank : columns * (topology.tensor_rank + 1)]
         return [
             sampling.sample(
-                shard, option, seed=1, sequence_ids=torch.arange(300), step=torch.tensor(2), vocab_size=vocab_size,
-                with_entropy=True, tp_group=topology.tensor_group,
+                shard, option, seed=1, sequence_ids=torch.arange(300), steps=torch.arange(300) % 5,
+                vocab_size=vocab_size, with_entropy=True, tp_group=topology.tensor_group,
             )
             for option in options
         ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from megarlhf.kernels.sampling import Draw, sample, torch_records
 from tests import reference
 from tests.unit.test_kernels import run_python
 
-STEP = torch.tensor(0)
 
-
-def draw(logits, options=None, *, vocab_size=None, seed=0, ids=None, step=STEP, with_entropy=False):
+def draw(logits, options=None, *, vocab_size=None, seed=0, ids=None, steps=None, with_entropy=False):
     ids = torch.arange(len(logits)) if ids is None else ids
+    steps = torch.zeros_like(ids) if steps is None else steps
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
     return sample(
-        logits, options or Draw(), seed=seed, sequence_ids=ids, step=step, vocab_size=vocab_size,
+        logits, options or Draw(), seed=seed, sequence_ids=ids, steps=steps, vocab_size=vocab_size,
         with_entropy=with_entropy,
     )  # fmt: skip
 
@@ -46,24 +46,38 @@ def test_philox_is_the_published_one(counter, key, words):
 
 
 def test_noise_depends_on_its_counter_alone():
-    ids = torch.tensor([3, 2**40 + 3, 4])
-    whole = gumbel(7, ids, STEP, stream=0, first=0, count=500)
+    ids, steps = torch.tensor([3, 2**40 + 3, 4]), torch.tensor([0, 0, 9])
+    whole = gumbel(7, ids, steps, stream=0, first=0, count=500)
     for first, count in ((1, 5), (4, 8), (250, 250), (499, 1)):
-        part = gumbel(7, ids[1:], STEP, stream=0, first=first, count=count)
+        part = gumbel(7, ids[1:], steps[1:], stream=0, first=first, count=count)
         assert torch.equal(part, whole[1:, first : first + count])
     for other in (
-        gumbel(8, ids, STEP, stream=0, first=0, count=500),
-        gumbel(7 + 2**40, ids, STEP, stream=0, first=0, count=500),
-        gumbel(7, ids, STEP + 1, stream=0, first=0, count=500),
-        gumbel(7, ids, STEP, stream=1, first=0, count=500),
-        gumbel(7, ids + 2**33, STEP, stream=0, first=0, count=500),
+        gumbel(8, ids, steps, stream=0, first=0, count=500),
+        gumbel(7 + 2**40, ids, steps, stream=0, first=0, count=500),
+        gumbel(7, ids, steps + 1, stream=0, first=0, count=500),
+        gumbel(7, ids, steps, stream=1, first=0, count=500),
+        gumbel(7, ids + 2**33, steps, stream=0, first=0, count=500),
     ):
         assert (other == whole).float().mean() < 0.01
     assert (whole[0] == whole[1]).float().mean() < 0.01  # ids that share their low word
 
 
+@pytest.mark.parametrize("stream", [0, 1])
+def test_noise_is_that_of_the_documented_counter(stream):
+    """Samples of a seed must stay the same from version to version."""
+    ids, steps, seed = [5, 2**40 + 5, 2**62 + 1], [0, 2**32 - 1, 7], 2**40 + 9
+    noise = gumbel(seed, torch.tensor(ids), torch.tensor(steps), stream=stream, first=5, count=9)
+    for row, (sequence, step) in enumerate(zip(ids, steps, strict=True)):
+        for index in range(5, 14):
+            counter = (stream * 2**31 + index // 4, step, sequence % 2**32, sequence // 2**32)
+            words = philox(tuple(map(torch.tensor, counter)), (9, 2**8))
+            exact = -math.log(-math.log1p(-(int(words[index % 4]) + 0.5) / 2**32))
+            assert noise[row, index - 5].item() == pytest.approx(exact, rel=1e-5, abs=1e-6), (row, index)
+
+
 def test_noise_is_gumbel():
-    values = gumbel(1, torch.arange(2000), STEP, stream=0, first=0, count=100).flatten().double().sort().values
+    ids = torch.arange(2000)
+    values = gumbel(1, ids, torch.zeros_like(ids), stream=0, first=0, count=100).flatten().double().sort().values
     exact = torch.exp(-torch.exp(-values))
     distance = (exact - torch.linspace(0, 1, len(values), dtype=torch.float64)).abs().max()
     assert distance < 1.95 / len(values) ** 0.5  # Kolmogorov-Smirnov: exceeded once in a thousand
@@ -92,7 +106,7 @@ def test_40000_draws_have_the_exact_distribution(options):
     logits = random_logits(1, vocab_size)
     # 400 sequences at 100 places each: the counters that training uses
     tokens = torch.cat([
-        draw(logits.expand(400, -1), options, vocab_size=vocab_size, step=torch.tensor(step)).tokens
+        draw(logits.expand(400, -1), options, vocab_size=vocab_size, steps=torch.full((400,), step)).tokens
         for step in range(count // 400)
     ])  # fmt: skip
     p = filtered((logits[0, :vocab_size].double() / options.temperature).softmax(-1), options)
@@ -163,8 +177,22 @@ def test_bad_options_are_refused(field):
 OPTIONS = [Draw(), Draw(greedy=True), Draw(top_k=7), Draw(temperature=0.3, top_p=0.8)]
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_row_at_its_own_step_is_drawn_as_among_rows_at_that_step(options):
+    logits, steps = random_logits(64, 503), torch.arange(64) * 5 % 4
+    mixed = draw(logits, options, vocab_size=503, steps=steps, with_entropy=True)
+    tokens = set()
+    for step in range(4):
+        alike = draw(logits, options, vocab_size=503, steps=torch.full((64,), step), with_entropy=True)
+        tokens.add(tuple(alike.tokens.tolist()))
+        for name, value in mixed._asdict().items():
+            assert torch.equal(value[steps == step], getattr(alike, name)[steps == step]), (name, step)
+    assert len(tokens) == (1 if options.greedy else 4)
+
+
 def check_triton(device):
-    """The Triton kernels do what the torch ones do, on the first shard and on a later one; ties, -inf, large ids."""
+    """The Triton kernels do what the torch ones do, on the first shard and on a later one; ties, -inf, large ids, rows
+    at different steps, numbers that are not adjacent in memory."""
     from megarlhf.kernels.triton_sampling import triton_records
 
     for vocab_size, dtype, seed in ((503, torch.float32, 2**40 + 5), (90, torch.bfloat16, 2**63 + 3)):
@@ -172,14 +200,20 @@ def check_triton(device):
         logits[0, 3:80] = -torch.inf
         logits[1, [5, 87]] = 20.0
         ids = torch.arange(16, device=device) * (2**30 + 7)
+        steps = torch.tensor([3, 0, 2**32 - 1, 3], device=device).repeat(4)
         for options, start in zip(OPTIONS * 2, [0] * 4 + [1280] * 4, strict=True):
             threshold = None if options.greedy or options == Draw() else logits.float().quantile(0.9, dim=1)
             arguments = dict(temperature=options.temperature, greedy=options.greedy, start=start, threshold=threshold,
-                             seed=seed, sequence_ids=ids, step=torch.tensor(3, device=device),
-                             with_entropy=True)  # fmt: skip
+                             seed=seed, sequence_ids=ids, steps=steps, with_entropy=True)  # fmt: skip
             got, want = (rows(logits, **arguments) for rows in (triton_records, torch_records))
             assert torch.equal(got[:, 1:4], want[:, 1:4]), (vocab_size, options, start)  # token, its logit, top
             torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-5)
+            for step in steps.unique() if start == 0 else ():
+                here = (steps == step).nonzero()[:, 0]
+                alike = {"sequence_ids": ids[here].repeat_interleave(2)[::2], "steps": step.expand(len(here)),
+                         "threshold": None if threshold is None else threshold[here]}  # fmt: skip
+                found = triton_records(logits[here], **(arguments | alike))
+                assert torch.equal(found, got[here]), (vocab_size, options, step)
 
 
 def test_triton_in_the_interpreter():
