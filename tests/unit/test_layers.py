@@ -150,6 +150,15 @@ def test_what_the_package_imports_is_declared():
     assert not wrong, "\n".join(wrong)
 
 
+def run_code(code: str, **environment: str) -> str:
+    """What `code` prints in a fresh interpreter, which must end with status 0."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_help_imports_neither_torch_nor_megatron():
     code = (
         "import sys, megarlhf.cli\n"
@@ -157,11 +166,7 @@ def test_help_imports_neither_torch_nor_megatron():
         "except SystemExit: pass\n"
         "sys.exit(' '.join({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "megarlhf" in done.stdout
+    assert "megarlhf" in run_code(code)
 
 
 def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
@@ -174,9 +179,7 @@ def test_a_cpu_rank_loads_neither_triton_nor_the_compiler():
         "fused_adam.FusedAdam([torch.nn.Parameter(torch.ones(1))]).zero_grad()\n"
         "sys.exit(' '.join({'triton', 'torch._dynamo'} & set(sys.modules)) or 0)"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_code(code, CUDA_VISIBLE_DEVICES="")
 
 
 def test_a_rank_on_a_gpu_starts_without_the_cpu_folder():
@@ -190,7 +193,4 @@ def test_a_rank_on_a_gpu_starts_without_the_cpu_folder():
         "backend.install()\n"
         "import megarlhf.models.build, megarlhf.train.rl, megarlhf.experience.decoding"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(code)
