@@ -10,8 +10,9 @@ layer. And like Gumbel-max, but unlike inverting the cumulative sum, it is robus
 token changes with probability of order s, whatever V. (All V steps of the cumulative sum move, which makes it
 s sqrt(V).)
 
-The noise belongs to (seed, sequence id, step, block or place in the block). A block lies on one rank, since shards are
-multiples of 128 columns wide. So a token depends on the logits, the seed, the sequence id and the step alone.
+The noise belongs to (seed, sequence id, step, block or place in the block). The step of a row is the number of tokens
+that were drawn of its sequence before. A block lies on one rank, since shards are multiples of 128 columns wide. So a
+token depends on the logits, the seed, the sequence id and the step alone.
 
 Each rank reduces its columns of a row to six numbers, one all-gather brings them together, and every rank finds the
 same winner: the only collective. Log-prob and entropy are those of softmax(x / T), unfiltered, from the same pass.
@@ -88,8 +89,7 @@ def sample(
 
     logits_shard: (N, V') float, this rank's columns [rank V', (rank + 1) V'), V' a multiple of BLOCK; columns beyond
         `vocab_size` count as -inf. A row with nan or +inf logits gives a meaningless token and nan log-prob.
-    sequence_ids: (N,) int64, not negative. steps: (N,) int64, from 0 to 2^32 - 1, the number of tokens that were drawn
-        of a row's sequence before this one; rows may differ.
+    sequence_ids: (N,) int64, not negative. steps: (N,) int64, from 0 to 2^32 - 1, each row's own.
     backend: "auto" (Triton for CUDA tensors where it is installed), "torch" or "triton".
     """
     columns = logits_shard.shape[1]
