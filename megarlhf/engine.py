@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megarlhf import metrics, optim
 from megarlhf.batch import Sequences
 from megarlhf.cluster import backend, gradients
-from megarlhf.cluster.parallel import Topology
+from megarlhf.cluster.parallel import Topology, seed_generators
 from megarlhf.config import UserError
 from megarlhf.metrics import Mean, Metric
 from megarlhf.optim import OptimizerConfig
@@ -58,6 +58,7 @@ class Engine:
         self.chunks = chunks  # what the schedules run
         self.config = config
         self.topology = topology
+        self.messages = P2PCommunicator(topology.pipeline_group, config)
         self.role = role  # for messages
         self.micro_batch_size = micro_batch_size
         self.optimizer_config = optimizer
@@ -81,11 +82,17 @@ class Engine:
             use_distributed_optimizer=parallel.distributed_optimizer,
         )
         self.chunks = [
-            DistributedDataParallel(config=self.config, ddp_config=ddp, module=module, disable_bucketing=i > 0)
+            DistributedDataParallel(
+                config=self.config,
+                ddp_config=ddp,
+                module=module,
+                disable_bucketing=i > 0,
+                pg_collection=self.topology.groups,
+            )
             for i, module in enumerate(self.modules)
         ]
         gradients.share(self.chunks)
-        self.optimizer = optim.build(self.chunks, self.optimizer_config, parallel, self.config.params_dtype)
+        self.optimizer = optim.build(self.chunks, self.optimizer_config, self.topology, self.config.params_dtype)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
@@ -198,7 +205,8 @@ class Engine:
             return model(rows, **options), finish
 
         iterators = [micro_batches() for _ in self.chunks]
-        return get_forward_backward_func()(
+        parallel = self.topology.parallel
+        return get_forward_backward_func(pp_size=parallel.pipeline, vp_size=parallel.virtual_pipeline)(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -207,6 +215,8 @@ class Engine:
             micro_batch_size=size,
             forward_only=forward_only,
             collect_non_loss_data=parts[0][1] is None,
+            p2p_communicator=self.messages,
+            pg_collection=self.topology.groups,
         )
 
     def _update(self) -> float:
@@ -251,7 +261,7 @@ class Engine:
         and no generator state is saved. Megatron's tracker gives tensor-parallel ranks different seeds."""
         if self.config.hidden_dropout or self.config.attention_dropout:
             key = (self.seed, self.steps, self.topology.pipeline_rank, self.topology.data_rank)
-            model_parallel_cuda_manual_seed(zlib.crc32(repr(key).encode()), force_reset_rng=True)
+            seed_generators(self.topology, zlib.crc32(repr(key).encode()))
 
     def sync_params(self) -> None:
         """Gather the weights if their gather would otherwise overlap with the next forward pass."""
@@ -274,16 +284,26 @@ class Engine:
         if self.optimizer is not None and not weights_only:
             with optim.indexed_without_padding(self.optimizer):
                 state["optimizer"] = self.optimizer.sharded_state_dict(
-                    self._sharded_weights(), is_loading=loading, metadata=_metadata()
+                    self._sharded_weights(), is_loading=loading, metadata=self._metadata()
                 )
             state |= {"steps": self.steps, "skipped": self.skipped}
         return state
 
     def _sharded_weights(self) -> dict[str, Any]:
-        # megatron stores process groups in the metadata it is given: a fresh one each call
         if len(self.modules) == 1:
-            return {"model": self.modules[0].sharded_state_dict(metadata=_metadata())}
-        return {f"model{i}": module.sharded_state_dict(metadata=_metadata()) for i, module in enumerate(self.modules)}
+            return {"model": self.modules[0].sharded_state_dict(metadata=self._metadata())}
+        return {
+            f"model{i}": module.sharded_state_dict(metadata=self._metadata()) for i, module in enumerate(self.modules)
+        }
+
+    def _metadata(self) -> dict[str, Any]:  # a fresh one each call: megatron may add to it
+        return {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.topology.groups.dp_cp,
+        }
 
     def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
         for i, module in enumerate(self.modules):
@@ -299,12 +319,3 @@ class Engine:
             self.optimizer.load_state_dict(state["optimizer"])
             self.steps = state["steps"]
             self.skipped = state.get("skipped", 0)  # older checkpoints do not have it
-
-
-def _metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }

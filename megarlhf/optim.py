@@ -16,7 +16,7 @@ from megarlhf.config import UserError
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-    from megarlhf.cluster.parallel import ParallelConfig
+    from megarlhf.cluster.parallel import Topology
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def epsilon(config: OptimizerConfig, step: int) -> float:
 
 
 def build(
-    chunks: list[torch.nn.Module], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
+    chunks: list[torch.nn.Module], config: OptimizerConfig, topology: Topology, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """megatron's optimizer over DDP-wrapped chunks: fp32 main weights under bf16, sharded if `parallel` says so."""
+    """megatron's optimizer over DDP-wrapped chunks: fp32 main weights under bf16, sharded if the layout says so."""
     from megatron.core.optimizer import OptimizerConfig as MegatronConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -101,11 +101,12 @@ def build(
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_param_gather=parallel.overlap_param_gather,
+            use_distributed_optimizer=topology.parallel.distributed_optimizer,
+            overlap_param_gather=topology.parallel.overlap_param_gather,
         ),
         chunks,
         use_gloo_process_groups=False,  # there are none (cluster/parallel.py)
+        pg_collection=topology.groups,
     )
     for part in optimizer.chained_optimizers:
         # The moments now, not at the first step: out of memory shows before hours of work, and a run that is told to

@@ -130,7 +130,8 @@ def _serve() -> None:
 
     backend.install()
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from megarlhf.cluster import parallel
 
     while True:
         try:
@@ -153,7 +154,7 @@ def _serve() -> None:
             _send(outbox, ("error", traceback.format_exc()))
         if answer[0] != "ok":
             os._exit(1)
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
         dist.destroy_process_group()
 
 

@@ -93,8 +93,7 @@ class Checkpoints:
                     (partial / name).mkdir(parents=True)
             dist.barrier()
             saves = {
-                name: _save_sharded(model.sharded_state(loading=False), partial / name, self.config.asynchronous)
-                for name, model in models.items()
+                name: _save_sharded(model, partial / name, self.config.asynchronous) for name, model in models.items()
             }
 
         def publish() -> None:
@@ -172,17 +171,16 @@ class Checkpoints:
             return f"unknown ({error})"
 
 
-def _save_sharded(state: dict[str, Any], directory: Path, asynchronous: bool) -> tuple[Any, dict[str, Checksum]]:
+def _save_sharded(model: Saveable, directory: Path, asynchronous: bool) -> tuple[Any, dict[str, Checksum]]:
     """(megatron's request for an asynchronous save, else None; the checksums of the files, on rank 0 once the save is
     finalised)."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     from megarlhf.checkpoint.strategies import SaveStrategy
 
     strategy = SaveStrategy()
-    parallel = FullyParallelSaveStrategyWrapper(
-        strategy, parallel_state.get_data_parallel_group(with_context_parallel=True), True
-    )
+    parallel = FullyParallelSaveStrategyWrapper(strategy, model.topology.groups.dp_cp, True)
+    state = model.sharded_state(loading=False)
     request = dist_checkpointing.save(state, str(directory), parallel, async_sharded_save=asynchronous)
     return request, strategy.checksums

@@ -12,11 +12,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarlhf.checkpoint import checksums, pickles
 from megarlhf.cluster import watchdog
+from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 
 
 class Saveable(Protocol):
     """The interface of models that this package saves and loads; `engine.Engine` has it."""
+
+    topology: Topology
 
     def sharded_state(
         self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
@@ -64,7 +67,7 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
 
     Raises UserError, on all ranks alike, for a damaged file, and when the files do not hold what the model needs.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
     from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
@@ -76,9 +79,7 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
     watchdog.phase("load")
     state = model.sharded_state(loading=True, weights_only=weights_only, fresh=fresh)
     try:
-        strategy = FullyParallelLoadStrategyWrapper(
-            strategies.LoadStrategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        strategy = FullyParallelLoadStrategyWrapper(strategies.LoadStrategy(), model.topology.groups.dp_cp)
         loaded = dist_checkpointing.load(state, str(directory), strategy, strategies.LoadCommonStrategy())
     except UserError:
         raise

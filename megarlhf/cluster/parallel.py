@@ -1,15 +1,19 @@
-"""ParallelConfig -> Topology: sizes, this rank's place, process groups. The only module that starts Megatron's
-groups."""
+"""ParallelConfig -> Topology: sizes, this rank's place, process groups. The only module that reads Megatron's global
+state (`parallel_state`): everything else takes its groups from the Topology."""
 
 from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megarlhf.cluster import backend
 from megarlhf.config import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Topology:
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     ring_group: dist.ProcessGroup | None  # first and last stage: sampled tokens go back; None on all other stages
+    groups: ProcessGroupCollection  # all groups under Megatron's names, for Megatron's own modules
 
     @property
     def first_stage(self) -> bool:
@@ -125,6 +130,7 @@ def start(parallel: ParallelConfig) -> Topology:
     """Create Megatron's process groups over the default group, with its time-out. Collective; call once after
     `backend.join`."""
     from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     world_size = dist.get_world_size()
     data_size = parallel.data(world_size)
@@ -150,7 +156,23 @@ def start(parallel: ParallelConfig) -> Topology:
         pipeline_group=pipeline_group,
         data_group=parallel_state.get_data_parallel_group(),
         ring_group=_ring(pipeline_group, timeout) if parallel.pipeline > 1 else None,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
+
+
+def stop() -> None:
+    """Forget Megatron's groups, so that `start` can make others. The default process group remains."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def seed_generators(topology: Topology, seed: int) -> None:
+    """Reset Megatron's generators of random numbers. Those for dropout differ between tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    tp, ep, etp = (group.rank() for group in (topology.groups.tp, topology.groups.ep, topology.groups.expt_tp))
+    model_parallel_cuda_manual_seed(seed, tp_rank=tp, ep_rank=ep, etp_rank=etp, force_reset_rng=True)
 
 
 def _ring(pipeline_group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup | None:

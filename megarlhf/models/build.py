@@ -7,9 +7,8 @@ import zlib
 from typing import Literal
 
 import torch
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarlhf.cluster.parallel import Topology
+from megarlhf.cluster.parallel import Topology, seed_generators
 from megarlhf.engine import Engine
 from megarlhf.models.gpt import GPT, Head
 from megarlhf.models.spec import Architecture
@@ -47,7 +46,7 @@ def build(
         architecture, parallel=topology.parallel, dtype=DTYPES[dtype], dropout=dropout, recompute=recompute
     )
     stages = range(topology.parallel.chunks) if topology.parallel.virtual_pipeline else [None]
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # megatron's modules want its generators to exist
+    seed_generators(topology, seed)  # megatron's modules want its generators to exist
     chunks = [GPT(architecture, config, topology, HEADS[role], vp_stage=stage) for stage in stages]
     for chunk in chunks:
         initialize(chunk, topology, seed, head_only=awaits_checkpoint)

@@ -48,6 +48,7 @@ class GPT(GPTModel):
                 config,
                 Attention,
                 vp_stage,
+                pipeline_rank=topology.pipeline_rank,
                 layer_type=ParallelResidualLayer if architecture.parallel_residual else Layer,
                 shared_norm=architecture.shared_norm,
             ),
@@ -61,6 +62,7 @@ class GPT(GPTModel):
             rotary_percent=architecture.rotary_percent,
             rotary_base=architecture.rotary_base,
             vp_stage=vp_stage,
+            pg_collection=topology.groups,
         )
         self.architecture = architecture
         self.topology = topology

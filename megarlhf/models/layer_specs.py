@@ -18,6 +18,7 @@ def block_spec(
     core_attention: type,
     vp_stage: int | None,
     *,
+    pipeline_rank: int,
     layer_type: type | None = None,
     shared_norm: bool = False,
 ) -> TransformerBlockSubmodules:
@@ -48,7 +49,7 @@ def block_spec(
             layer.submodules.pre_mlp_layernorm = IdentityOp
     layer.submodules.self_attention.submodules.core_attention = core_attention
     layer.module = layer_type or layer.module
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage, pipeline_rank)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 

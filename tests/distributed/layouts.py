@@ -57,13 +57,11 @@ ADAM = OptimizerConfig(lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1)
 @contextlib.contextmanager
 def layout(**sizes):
     """Megatron's groups for one layout over the ranks of this test; torn down at the end."""
-    from megatron.core import parallel_state
-
     topology = parallel.start(ParallelConfig(**sizes))
     try:
         yield topology
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
 
 
 def examples(rows: int = 8, length: int = 24, left_padded: bool = True, seed: int = 0, vocab: int = 503) -> Sequences:

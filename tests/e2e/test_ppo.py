@@ -81,7 +81,6 @@ def records(run: Path) -> list[dict]:
 def run_ppo(path, cases):
     """Several runs of the program on these ranks, one a case of overrides."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
     from megarlhf.train.rl import PPO
@@ -89,7 +88,7 @@ def run_ppo(path, cases):
     for overrides in cases:
         settings = PPO.load(path, overrides)
         PPO.run(settings, PPO.check(settings, dist.get_world_size()), parallel.start(settings.parallel))
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
 
 
 LAYOUTS = {
@@ -181,9 +180,8 @@ def test_the_score_rises(settings, tmp_path, ranks):
 
 def run_refused(path, overrides, break_it):
     """The error of one run in which something is wrong."""
-    from megatron.core import parallel_state
-
     import megarlhf.models.attention as attention
+    from megarlhf.cluster import parallel
 
     plain = attention.Attention.forward
 
@@ -200,7 +198,7 @@ def run_refused(path, overrides, break_it):
         return str(error)
     finally:
         attention.Attention.forward = plain
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
     return None
 
 

@@ -37,7 +37,6 @@ def path(settings, tmp_path_factory) -> Path:  # noqa: F811
 def run_rl(path, cases):
     """Several runs of the program on these ranks, one a case of overrides."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
 
@@ -45,7 +44,7 @@ def run_rl(path, cases):
     for overrides in cases:
         loaded = program.load(path, overrides)
         program.run(loaded, program.check(loaded, dist.get_world_size()), parallel.start(loaded.parallel))
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
 
 
 def numbers(run):

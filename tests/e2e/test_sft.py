@@ -63,7 +63,6 @@ def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
 
 def run_planted(path, directory, bad):
     """The program's loop, with a NaN in one gradient of one rank in the updates `bad`; the error that ends it."""
-    from megatron.core import parallel_state
 
     settings = config.load(sft.SFTConfig, path, [f"run={directory}", "parallel.tensor=2", "parallel.sequence=true"])
     plan = sft.check(settings, dist.get_world_size())
@@ -88,7 +87,7 @@ def run_planted(path, directory, bad):
     except UserError as error:
         return str(error)
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
 
 
 def test_gradients_that_are_not_finite(straight, ranks, tmp_path):

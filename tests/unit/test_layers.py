@@ -113,6 +113,21 @@ def test_megatron_is_imported_in_few_places():
     assert not wrong, "\n".join(wrong)
 
 
+def test_process_groups_come_from_the_topology():
+    """Megatron's global state is read in one file; all other code is given its groups, so that two layouts could
+    exist side by side."""
+    files = [path for folder in (PACKAGE, ROOT / "tools") for path in sorted(folder.rglob("*.py"))]
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in files
+        for _, name in imports(path)
+        if name.split(".")[0] == "megatron" and "parallel_state" in name.split(".")
+    }
+    assert readers == {"megarlhf/cluster/parallel.py"}
+    named = {str(path.relative_to(ROOT)) for path in files if "parallel_state" in path.read_text()}
+    assert named == readers  # nor as an attribute of a module
+
+
 def test_the_loops_name_no_algorithm():
     for loop in ("online", "offline"):
         path = PACKAGE / "train" / f"{loop}.py"

@@ -89,7 +89,6 @@ def alone() -> Iterator[Any]:
 
     backend.install()
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from megarlhf.cluster import parallel
 
@@ -97,7 +96,7 @@ def alone() -> Iterator[Any]:
     try:
         yield parallel.start(ParallelConfig())
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel.stop()
         dist.destroy_process_group()
 
 
