@@ -39,30 +39,43 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sequences(Rows):
-    """The input of a model, and the mask of its outputs.
+    """Rows of tokens, and the mask of a model's outputs for them. A model reads the real tokens alone, as a stream
+    (stream.py).
 
     `segments` says which tokens see each other: 0 is padding, k > 0 the k-th example packed into the row. Left padding,
-    right padding and packing are all just segments; positions restart in each (detail G3). None means that every row is
-    one example from column 0 (padding, if any, at the right), for which the plain causal mask is enough.
+    right padding and packing are all just segments; positions restart in each (detail G3). None: every token is real,
+    and a row is one example.
     """
 
     tokens: Tensor  # (B, S) int64
     mask: Tensor  # (B, R) bool: the tokens that count
     segments: Tensor | None = None  # (B, S) int64
     prompt_len: int = 1  # P: outputs are for tokens[:, P:]
+    together: int = 1  # so many adjacent rows are always in one micro-batch
 
     def __post_init__(self):
         rows, length = self.tokens.shape
         assert self.mask.shape == (rows, length - self.prompt_len), (self.mask.shape, self.tokens.shape)
         assert self.segments is None or self.segments.shape == self.tokens.shape
+        assert rows % self.together == 0, (rows, self.together)
 
-    def without_columns(self, count: int):
-        """The same rows without the first `count` columns, fewer than P, of the prompts."""
-        assert 0 <= count < self.prompt_len, (count, self.prompt_len)
-        segments = None if self.segments is None else self.segments[:, count:]
-        return dataclasses.replace(
-            self, tokens=self.tokens[:, count:], segments=segments, prompt_len=self.prompt_len - count
-        )
+    @property
+    def model_inputs(self) -> dict[str, Tensor]:
+        """What a model reads beside the tokens."""
+        return {}
+
+    def on_host(self) -> Sequences:
+        """The tokens and what is needed to cut them into streams, on the CPU."""
+        segments = None if self.segments is None else self.segments.cpu()
+        return Sequences(self.tokens.cpu(), self.mask.cpu(), segments, self.prompt_len, self.together)
+
+    def emptied(self):
+        """The first rows with one token each, of which none counts: they fill up micro-batches."""
+        rows = self.select(slice(0, self.together))
+        segments = torch.zeros_like(rows.tokens)
+        segments[:, 0] = 1
+        tokens = torch.zeros_like(rows.tokens)  # theirs may be padding, outside the vocabulary
+        return dataclasses.replace(rows, tokens=tokens, mask=torch.zeros_like(rows.mask), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,11 @@ class Comparisons(Sequences):
 class Compared(Sequences):
     """The input of a policy, with the reference's hidden states for it, to compare both."""
 
-    ref_states: Tensor  # (B, R, H): the reference's last hidden states, from which it predicts the response
+    ref_states: Tensor  # (B, R, H): the reference's last hidden states, from which it predicts the counted tokens
+
+    @property
+    def model_inputs(self) -> dict[str, Tensor]:
+        return {"ref_states": self.ref_states}
 
 
 @dataclass(frozen=True)
@@ -171,24 +188,3 @@ class Batch:
     scores: Scores
     signals: Signals
     extra: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # further tensors of one algorithm, B rows
-
-
-def positions(segments: Tensor) -> Tensor:
-    """(B, S) segment ids -> (B, S) position of each token in its segment. Padding counts too, but nothing reads it."""
-    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(1).values
-
-
-def attention_mask(segments: Tensor) -> Tensor:
-    """(B, S) segment ids -> (B, 1, S, S) bool, True where query i must NOT see key j (Megatron's convention).
-
-    A token sees the tokens of its own segment up to itself. Padding sees itself alone, so that no row of the softmax is
-    empty; nothing real sees padding.
-    """
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    visible = (segments[:, :, None] == segments[:, None, :]) & causal & (segments[:, None, :] > 0)
-    visible |= torch.eye(length, dtype=torch.bool, device=segments.device)
-    return ~visible[:, None]

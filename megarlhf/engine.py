@@ -11,7 +11,6 @@ data-parallel ranks, so gradients do not depend on how a batch is cut.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from megarlhf.cluster.parallel import Topology, seed_generators
 from megarlhf.config import UserError
 from megarlhf.metrics import Mean, Metric
 from megarlhf.optim import OptimizerConfig
+from megarlhf.stream import Stream, cut, num_tokens, stream_of
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor] | Metric]]]
@@ -49,7 +49,7 @@ class Engine:
         topology: Topology,
         *,
         role: str,
-        micro_batch_size: int,
+        micro_batch_tokens: int,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         seed: int = 0,
@@ -60,7 +60,7 @@ class Engine:
         self.topology = topology
         self.messages = P2PCommunicator(topology.pipeline_group, config)
         self.role = role  # for messages
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_config = optimizer
         self.optimizer = None
         self.total_steps = total_steps
@@ -110,21 +110,26 @@ class Engine:
     # ------------------------------------------------------------------------------------------- the two verbs
 
     def forward(self, batch: Sequences, **options) -> Outputs:
-        """The head's outputs for this data-parallel rank's rows, (B, R) each, on every rank of its model; no gradients,
-        no dropout. Takes any number of rows. `options` go to the head (temperature, with_entropy)."""
+        """The head's outputs for this data-parallel rank's rows, (B, R) each, 0 where a token does not count, on every
+        rank of its model; no gradients, no dropout. `options` go to the head (temperature, with_entropy)."""
+        assert len(batch), "no rows"
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            parts = self._run((self._filled(batch), None, options), forward_only=True)
-        outputs = {name: torch.cat([part[name] for part in parts])[: len(batch)] for name in parts[0]} if parts else {}
+            cuts, parts = self._run((batch, None, options), forward_only=True)
+        outputs = {}
+        if parts:
+            order, parts = torch.cat(cuts[0]).to(backend.device()), parts[-len(cuts[0]) :]  # those before are empty
+            for name in parts[0]:
+                value = torch.cat([part[name] for part in parts])
+                outputs[name] = torch.empty_like(value).index_copy_(0, order, value)
         return self._from_last_stage(outputs)
 
     def step(self, batch: Sequences, loss: Loss, *more: Part, **options) -> dict[str, Metric]:
         """One optimizer update on this data-parallel rank's rows. Returns the metrics of the global batch, on every
         rank, with `grad_norm`, `lr` and `skipped`, which is 1 if the gradients were not finite and nothing changed.
-        `more`: further (batch, loss, options) whose gradients go into the same update; rows of the same length S. The
-        sums of all are divided by the sum of all counts. The rows of each must fill a number of micro-batches that is a
-        multiple of `ParallelConfig.micro_batch_multiple`.
+        `more`: further (batch, loss, options) whose gradients go into the same update. The sums of all are divided by
+        the sum of all counts.
 
         Raises UserError, on every rank, when `patience` updates in a row were skipped.
         """
@@ -136,7 +141,7 @@ class Engine:
         self._seed_dropout()
         # `batch` comes last: overlapped reductions wait for a gradient of every weight in the last micro-batch, and the
         # loss of a further part need not read all heads.
-        parts = self._run(*more, (batch, loss, options))
+        _, parts = self._run(*more, (batch, loss, options))
         rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
         grad_norm = self._update()
         gradients.free()
@@ -156,7 +161,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            return self._reduce(self._run((self._filled(batch), loss, options), forward_only=True))
+            return self._reduce(self._run((batch, loss, options), forward_only=True)[1])
 
     @torch.no_grad()
     def follow(self, other: Engine, decay: float) -> None:
@@ -169,32 +174,34 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- how
 
-    def _filled(self, batch: Sequences) -> Sequences:
-        """`batch` padded to a number of rows that the schedule can run, with copies of the last row whose mask is all
-        False."""
-        rows, step = len(batch), self.micro_batch_size * self.topology.parallel.micro_batch_multiple
-        if rows % step == 0:
-            return batch
-        index = torch.arange(-(-rows // step) * step, device=batch.tokens.device)
-        filled = batch.select(index.clamp(max=rows - 1))
-        return dataclasses.replace(filled, mask=filled.mask & (index < rows)[:, None])
+    def _run(self, *parts: Part, forward_only: bool = False) -> tuple[list[list[Tensor]], list]:
+        """Run megatron's schedule over the micro-batches of all parts. Returns the rows of each part's micro-batches,
+        as indices, and one item a micro-batch on the last stage, [] on the others: the loss's metrics, or without a
+        loss the outputs.
 
-    def _run(self, *parts: Part, forward_only: bool = False) -> list:
-        """Run megatron's schedule over the micro-batches of all parts. Returns one item a micro-batch on the last
-        stage, [] on the others: the loss's metrics, or without a loss the outputs."""
-        size, length = self.micro_batch_size, parts[0][0].tokens.shape[1]
-        for batch, _, _ in parts:
-            assert len(batch) % size == 0, (len(batch), size)
-            assert batch.tokens.shape[1] == length, (batch.tokens.shape, length)
-        parts = [(batch.to(backend.device()), loss, options) for batch, loss, options in parts]
+        All data-parallel ranks run the same number of micro-batches. Empty ones come first: overlapped reductions wait
+        for the last.
+        """
+        device = backend.device()
+        here = [batch.on_host() for batch, _, _ in parts]
+        cuts = [cut(rows, self.micro_batch_tokens) for rows in here]
+        count = self._agreed(sum(len(found) for found in cuts))
+        work = []  # (the host's rows; all rows on the device, and which of them; loss, options)
+        for (batch, loss, options), rows, found in zip(parts, here, cuts, strict=True):
+            batch = batch.to(device)
+            work += [(rows.select(index), batch, index.to(device), loss, options) for index in found]
+        first, loss, options = parts[0]
+        empty = (here[0].emptied(), first.emptied().to(device), slice(None), loss, options)
+        work = [empty] * (count - len(work)) + work
+        length = self._rounded(max(int(num_tokens(rows).sum()) for rows, *_ in work))  # of the messages between stages
 
-        def micro_batches() -> Iterator[Part]:
-            for batch, loss, options in parts:
-                for start in range(0, len(batch), size):
-                    yield batch.select(slice(start, start + size)), loss, options
+        def micro_batches() -> Iterator[tuple[Stream, Sequences, Loss | None, dict[str, Any]]]:
+            for rows, batch, index, loss, options in work:
+                own = length if self.topology.parallel.pipeline > 1 else self._rounded(int(num_tokens(rows).sum()))
+                yield stream_of(rows, own).to(device), batch.select(index), loss, options
 
-        def forward_step(iterator: Iterator[Part], model: torch.nn.Module):
-            rows, loss, options = next(iterator)
+        def forward_step(iterator, model: torch.nn.Module):
+            stream, rows, loss, options = next(iterator)
 
             def finish(outputs: Outputs, non_loss_data: bool = False):
                 if non_loss_data:
@@ -202,22 +209,38 @@ class Engine:
                 total, count, values = loss(outputs, rows)
                 return total, count.to(torch.int), metrics.of_loss(values)
 
-            return model(rows, **options), finish
+            return model(stream, **rows.model_inputs, **options), finish
 
         iterators = [micro_batches() for _ in self.chunks]
         parallel = self.topology.parallel
-        return get_forward_backward_func(pp_size=parallel.pipeline, vp_size=parallel.virtual_pipeline)(
+        found = get_forward_backward_func(pp_size=parallel.pipeline, vp_size=parallel.virtual_pipeline)(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=sum(len(batch) for batch, _, _ in parts) // size,
+            num_microbatches=len(work),
             seq_length=length,
-            micro_batch_size=size,
+            micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=parts[0][1] is None,
             p2p_communicator=self.messages,
             pg_collection=self.topology.groups,
         )
+        return cuts, found
+
+    def _agreed(self, count: int) -> int:
+        """The number of micro-batches that all data-parallel ranks run: the largest, as the schedule can run it."""
+        if self.topology.data_size > 1:
+            largest = torch.tensor(count, device=backend.device())
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.data_group)
+            count = int(largest)
+        multiple = self.topology.parallel.micro_batch_multiple
+        return -(-count // multiple) * multiple
+
+    def _rounded(self, tokens: int) -> int:
+        """A number of tokens that sequence parallelism can cut into equal parts, and that suits a GPU's kernels."""
+        parts = self.topology.parallel.tensor if self.config.sequence_parallel else 1
+        parts *= 8 if backend.on_cuda() else 1
+        return -(-tokens // parts) * parts
 
     def _update(self) -> float:
         """Clip and apply the gradients. Returns their norm before clipping. If it is not finite, the weights stay as

@@ -44,10 +44,12 @@ def sample_without_cache(
     tokens = prompts.tokens.repeat_interleave(config.samples_per_prompt, 0)
     tokens = F.pad(tokens, (0, response_length), value=architecture.vocab_size)
     segments = F.pad(prompts.valid.long().repeat_interleave(config.samples_per_prompt, 0), (0, response_length))
-    nothing = torch.zeros(len(tokens), response_length, dtype=torch.bool, device=tokens.device)
     drawn = []
     for step in range(response_length):
-        rows = Sequences(tokens=tokens, mask=nothing, segments=segments, prompt_len=length)
+        tokens[:, length + step] = 0  # some token, which its own prediction does not read
+        segments[:, length + step] = 1
+        column = torch.arange(response_length, device=tokens.device) == step
+        rows = Sequences(tokens=tokens, mask=column.repeat(len(tokens), 1), segments=segments, prompt_len=length)
         sampled = sampling.sample(
             response_logits(engine, rows)[:, step],
             config,
@@ -59,7 +61,6 @@ def sample_without_cache(
             tp_group=topology.tensor_group,
         )
         tokens[:, length + step] = sampled.tokens
-        segments[:, length + step] = 1
         drawn.append(sampled)
     results = {
         name: torch.stack(values, 1)

@@ -2,7 +2,7 @@
 
 Legend: B rows, R response columns, K responses to a prompt in adjacent rows, the best first, G = B / K prompts. A row's
 score is read where its mask is True (detail R1); prompts whose rows have none are not counted. A micro-batch holds
-whole prompts: its size is a multiple of K.
+whole prompts (`Sequences.together`).
 """
 
 from __future__ import annotations

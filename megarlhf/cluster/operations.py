@@ -63,11 +63,12 @@ def attend(
     (True: is seen) or, without one, causal. `options` go to it.
 
     A mask on a GPU (torch <= 2.13): cuDNN's kernel, the default on Hopper, gives NaN gradients for some lengths and low
-    scores; and no fused kernel knows mask and groups together, so that keys and values are repeated."""
+    scores; and no fused kernel knows mask and groups together, nor groups in 32 bits, so that keys and values are
+    repeated."""
     repeats = query.shape[1] // key.shape[1]
     if on_cuda():
         torch.backends.cuda.enable_cudnn_sdp(mask is None)
-        if mask is not None and repeats > 1:
+        if repeats > 1 and (mask is not None or query.dtype.itemsize > 2):
             key, value, repeats = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), 1
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=repeats > 1, **options

@@ -75,25 +75,6 @@ class ParallelConfig:
             )
         return world_size // self.model
 
-    def check_micro_batches(self, name: str, count: int) -> None:
-        """Refuse (UserError) an update of `count` micro-batches a rank that the schedule cannot run. `name`: the key of
-        the configuration that gives the number of rows."""
-        multiple = self.micro_batch_multiple
-        if count % multiple:
-            raise UserError(
-                f"{name}: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of {multiple} "
-                f"micro-batches a rank and update, not {count}; change it or training.micro_batch_size"
-            )
-
-    def check_length(self, name: str, length: int) -> None:
-        """Refuse (UserError) prompts and responses of `length` tokens together that sequence parallelism cannot cut.
-        `name`: the key of the configuration that gives the length of the prompts."""
-        if self.sequence and length % self.tensor:
-            raise UserError(
-                f"{name}: prompt and response of {length} tokens cannot be cut into parallel.tensor {self.tensor} "
-                "equal parts for sequence parallelism; change it or the response_length"
-            )
-
 
 @dataclass(frozen=True)
 class Topology:

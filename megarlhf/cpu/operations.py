@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +25,34 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     arXiv:1910.07467)."""
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, epsilon)
+    if not torch.is_grad_enabled():
+        return torch.mul(x, _inverse_rms(x, epsilon)).mul_(weight)
     return _RMSNorm.apply(x, weight, epsilon)
+
+
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
 def rotate(t: Tensor, freqs: Tensor, scale: float = 1.0) -> Tensor:
     """Rotary position embedding of t [S, B, heads, D] by freqs [S, 1, 1, rot], whose halves are equal; the first rot
     channels turn, the others pass (Su et al. 2021, arXiv:2104.09864, with the pairs half a vector apart)."""
-    angles = freqs[..., : freqs.shape[-1] // 2]
-    return _Rotate.apply(t, (angles.cos() * scale).to(t.dtype), (angles.sin() * scale).to(t.dtype))
+    cos, sin = _turns(freqs, scale)
+    if not torch.is_grad_enabled():
+        return _turn(t, cos, sin, 1)
+    return _Rotate.apply(t, cos, sin)
+
+
+_last: tuple | None = None  # (weak reference to freqs, scale, cosine, sine): all layers of a pass have the same freqs
+
+
+def _turns(freqs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles, [S, 1, 1, rot / 2]."""
+    global _last
+    if _last is None or _last[0]() is not freqs or _last[1] != scale:
+        angles = freqs[..., : freqs.shape[-1] // 2]
+        _last = weakref.ref(freqs), scale, angles.cos() * scale, angles.sin() * scale
+    return _last[2:]
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -71,8 +92,7 @@ def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: T
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, epsilon: float):
-        size = x.shape[-1]
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(epsilon).rsqrt_()
+        scale = _inverse_rms(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
         return torch.mul(x, scale).mul_(weight)
 

@@ -14,6 +14,7 @@ import torch
 from megarlhf.batch import Sequences
 from megarlhf.config import UserError
 from megarlhf.data.sft import Examples
+from megarlhf.stream import shares
 
 
 def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> np.ndarray:
@@ -36,10 +37,9 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 class Loader:
     """This data-parallel rank's share of every global batch.
 
-    Rank r holds rows [r B, (r + 1) B) of the global batch: concatenated in rank order they are the same batch in the
-    same order for every `dp_size`. Rows are padded at the right to the longest row of the *global* batch, rounded up to
-    `pad_multiple`, so that all ranks agree on S. Padding has the id `pad_id` (0 if the tokenizer has none): it is
-    after all real tokens and outside mask and segments, so its id does not matter.
+    The global batch has the same rows for every `dp_size`; each rank holds as many of them, about equally many tokens
+    (`shares`). Rows are padded at the right, outside mask and segments, with the id `pad_id` (0 if the tokenizer has
+    none).
 
     Raises UserError if `dp_size` does not divide `global_batch`.
     """
@@ -53,7 +53,6 @@ class Loader:
         dp_size: int = 1,
         seed: int = 0,
         pad_id: int | None = None,
-        pad_multiple: int = 1,
     ):
         assert len(data) > 0 and 0 <= dp_rank < dp_size
         if global_batch < 1 or global_batch % dp_size:
@@ -66,7 +65,6 @@ class Loader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed = seed
         self.pad_id = 0 if pad_id is None else pad_id
-        self.pad_multiple = pad_multiple
 
     def rows(self, step: int) -> np.ndarray:
         """(G,) indices of the rows of global batch `step`."""
@@ -94,23 +92,19 @@ class Loader:
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Sequences:
         """Global batch of `rows` (G,), of which the `real` (G,) ones count -> this rank's part."""
-        length = max(2, int(self.data.lengths[rows].max()))
-        length = -(-length // self.pad_multiple) * self.pad_multiple
-        share = self.global_batch // self.dp_size
-        mine = slice(self.dp_rank * share, (self.dp_rank + 1) * share)
-
-        tokens = np.full((share, length), self.pad_id, np.int64)
-        mask = np.zeros((share, length - 1), bool)
-        segments = None if self.data.segments is None else np.zeros((share, length), np.int64)
+        mine = self._mine(rows)
+        length = max(2, int(self.data.lengths[rows[mine]].max()))
+        tokens = np.full((len(mine), length), self.pad_id, np.int64)
+        mask = np.zeros((len(mine), length - 1), bool)
+        segments = np.zeros((len(mine), length), np.int64)
         for target, (row, counts) in enumerate(zip(rows[mine], real[mine], strict=True)):
             row_tokens, row_mask, row_segments = self.data.row(row)
             tokens[target, : len(row_tokens)] = row_tokens
             if counts:
                 mask[target, : len(row_tokens) - 1] = row_mask[1:]
-            if segments is not None:
-                segments[target, : len(row_tokens)] = row_segments
-        return Sequences(
-            tokens=torch.from_numpy(tokens),
-            mask=torch.from_numpy(mask),
-            segments=None if segments is None else torch.from_numpy(segments),
-        )
+            segments[target, : len(row_tokens)] = 1 if row_segments is None else row_segments
+        return Sequences(*(torch.from_numpy(x) for x in (tokens, mask, segments)))
+
+    def _mine(self, rows: np.ndarray) -> np.ndarray:
+        """This rank's rows of a global batch: indices into `rows`."""
+        return shares(self.data.lengths[rows], self.dp_size)[self.dp_rank]

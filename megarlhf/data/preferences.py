@@ -19,6 +19,7 @@ from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.loader import Loader, rows_of_step
 from megarlhf.data.sft import Examples, continuation
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.stream import shares
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,17 @@ class PreferenceLoader(Loader):
         return (prompts[:, None] * size + np.arange(size)).ravel()
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
-        sequences = super()._batch(rows, real)
-        mine = rows.reshape(self.dp_size, -1)[self.dp_rank]
+        sequences, mine = super()._batch(rows, real), rows[self._mine(rows)]
         return Comparisons(
-            **vars(sequences),
+            **vars(sequences) | {"together": self.data.num_responses},
             ranks=torch.from_numpy(self.data.ranks[mine]),
             margins=torch.from_numpy(self.data.margins[mine]),
         )
+
+    def _mine(self, rows: np.ndarray) -> np.ndarray:
+        size = self.data.num_responses
+        prompts = shares(self.data.lengths[rows].reshape(-1, size).sum(1), self.dp_size)[self.dp_rank]
+        return (prompts[:, None] * size + np.arange(size)).ravel()
 
 
 def _comparison(

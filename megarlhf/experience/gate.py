@@ -1,19 +1,17 @@
 """The step-0 gate: measure, before the first update, differences that must be 0.
 
-Some errors of RLHF are silent: a sampler that disagrees with the trainer, a reference that is not the start, padding
-that is read. Each check below measures one such difference on the first rollout and refuses to train with it.
+Some errors of RLHF are silent: a sampler that disagrees with the trainer, a reference that is not the start, rows that
+see each other. Each check below measures one such difference on the first rollout and refuses to train with it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megarlhf.batch import Rollout, Signals
@@ -21,8 +19,6 @@ from megarlhf.config import UserError
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
-
-PADDING = 8  # columns added on the left by the padding check, at least
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,12 @@ def run_gate(
     """
     tolerance = config.tolerance or (1e-4 if actor.config.params_dtype is torch.float32 else 0.03)
     mask = rollout.mask
-    some, before = rollout.select(slice(config.rows)), signals.logprobs[: config.rows]
-    columns = math.lcm(PADDING, actor.topology.parallel.tensor)  # sequence parallelism cuts rows into equal parts
+    some = rollout.select(slice(config.rows))
 
     def logprobs(rows: Rollout) -> Tensor:
         return actor.forward(rows, temperature=temperature)["logprobs"]
 
+    again = logprobs(some)
     measured = {
         "sampler": (
             _difference(rollout.logprobs, signals.logprobs, mask, actor),
@@ -68,16 +64,13 @@ def run_gate(
             "or (in bf16) a tolerance that is too tight",
         ),
         "ratio": (
-            _difference(logprobs(some), before, some.mask, actor),
+            _difference(logprobs(some), again, some.mask, actor),
             "the same weights give two answers, so the first ratio is not 1: dropout or a random operation",
         ),
-        "padding": (
-            _difference(logprobs(_padded(some, columns)), before, some.mask, actor),
-            "padding changes the result: an attention kernel that ignores the mask, or positions counted over padding",
-        ),
         "micro_batch": (
-            _difference(_in_micro_batches(actor, some, 1, logprobs), before, some.mask, actor),
-            "the micro-batch size changes the result: rows are not independent of each other",
+            _difference(_alone(actor, some, logprobs), again, some.mask, actor),
+            "a row alone gives another result than among others: an attention kernel that ignores the bounds of rows, "
+            "or positions that go on over them",
         ),
     }
     if at_start:
@@ -101,19 +94,10 @@ def _difference(left: Tensor, right: Tensor, mask: Tensor, engine: Engine) -> fl
     return (sums[0] / sums[1]).item()
 
 
-def _padded(rows: Rollout, columns: int) -> Rollout:
-    """The same rows with `columns` more columns of padding at the left."""
-    return dataclasses.replace(
-        rows,
-        tokens=F.pad(rows.tokens, (columns, 0), value=int(rows.tokens[0, 0])),
-        segments=F.pad(rows.segments, (columns, 0)),
-        prompt_len=rows.prompt_len + columns,
-    )
-
-
-def _in_micro_batches(engine: Engine, rows: Rollout, size: int, logprobs) -> Tensor:
-    before, engine.micro_batch_size = engine.micro_batch_size, size
+def _alone(engine: Engine, rows: Rollout, logprobs: Callable[[Rollout], Tensor]) -> Tensor:
+    """`logprobs` with every row in a micro-batch of its own."""
+    before, engine.micro_batch_tokens = engine.micro_batch_tokens, 1
     try:
         return logprobs(rows)
     finally:
-        engine.micro_batch_size = before
+        engine.micro_batch_tokens = before

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarlhf.batch import Compared, Experience, Rollout, Signals
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
+from megarlhf.stream import num_tokens, shares
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
@@ -78,15 +79,15 @@ def minibatches(
 ) -> Iterator[Experience]:
     """This rank's share of each minibatch of a step: `epochs` times the batch in `count` parts, reshuffled in each
     epoch (detail P7). The order is that of the global batch, a function of (seed, step, epoch), so that a minibatch has
-    the same rows in every layout. `experience`: this rank's B rows."""
+    the same rows in every layout. All ranks get as many rows and about as many tokens. `experience`: this rank's B
+    rows."""
     whole = gather(experience, topology)
-    rows = len(whole)
-    share = rows // count // topology.data_size
+    rows, lengths = len(whole), num_tokens(whole).cpu().numpy()
     for epoch in range(epochs):
         generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, step, epoch))))
-        order = torch.from_numpy(generator.permutation(rows)).to(whole.tokens.device)
-        for minibatch in order.view(count, rows // count):
-            yield whole.select(minibatch[topology.data_rank * share : (topology.data_rank + 1) * share])
+        for minibatch in generator.permutation(rows).reshape(count, rows // count):
+            mine = minibatch[shares(lengths[minibatch], topology.data_size)[topology.data_rank]]
+            yield whole.select(torch.from_numpy(mine).to(whole.tokens.device))
 
 
 def gather(experience: Experience, topology: Topology) -> Experience:

@@ -1,57 +1,61 @@
-"""Sampling responses of fixed length from the training weights, in the training layout.
+"""Sampling responses from the training weights, by the model's own modules, in the training layout.
 
-A token depends on (weights, prompt, seed, sequence id, position in the response) alone: not on the layout, the
-micro-batches, the other rows or the padding (up to rounding: see kernels/sampling.py).
+A token depends on (weights, prompt, seed, sequence id, step of the response) alone: not on the layout, the slot, the
+other sequences or the order of the prompts (up to rounding: see kernels/sampling.py).
 
-Memory a rank, beside the weights: the caches of the micro-batches in flight, W (P + R) L G D * 2 elements for W rows in
-flight, and O(B V / TP) for the logits of one micro-batch. See `Sampler.num_bytes`.
+A slot holds one sequence. Its prompt but for the last token is prefilled: keys and values alone. Then every step feeds
+the newest token of each slot, first the prompt's last, and samples the next. A response that has ended leaves its slot
+to the next sequence.
 
-Legend: N rows of this data-parallel rank, n samples a prompt, B rows of a micro-batch, W = B * in flight, P prompt
-columns, R response columns, S = P + R, V' vocabulary columns of this rank, H hidden size.
+Legend: N rows of this data-parallel rank, n samples a prompt, s slots of a group, P prompt columns, R response columns,
+W >= P + R columns of a slot, H hidden size, V' vocabulary columns of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from megarlhf import kernels
 from megarlhf.batch import Prompts, Rollout
-from megarlhf.cluster import backend, cuda_graphs
+from megarlhf.cluster import backend, cuda_graphs, operations
 from megarlhf.config import UserError
+from megarlhf.experience.slots import Slots, Start
 from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw, Sampled
+from megarlhf.models.cache import VECTOR, Cache, Prefill, Step
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
-EXIT_EVERY = 16  # tokens between checks whether every response has ended; a check waits for the device
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # computed at once: they fit a CPU's cache, and fill a GPU
+# Steps between looks at which responses have ended, if that is not free: it waits for the device, and other stages must
+# be told.
+LOOK_EVERY = {"cpu": 4, "cuda": 16}
 
 
 @dataclass(frozen=True)
 class SamplerConfig(Draw):
     """How responses are sampled: the fields of `Draw`, and these."""
 
-    response_length: int = 24  # R: number of sampled tokens, also past EOS (detail G4)
-    stop_at_eos: bool = False  # tokens after the first EOS become padding
+    response_length: int = 24  # R: at most so many sampled tokens; without stop_at_eos all, also past EOS (detail G4)
+    stop_at_eos: bool = False  # a response ends with its first EOS; what follows is padding
     samples_per_prompt: int = 1  # they share the computation of the prompt
-    micro_batch_size: int = 16  # rows computed at once; with pipeline stages, rows in flight for each stage
+    micro_batch_size: int = 16  # slots: responses computed at once; with pipeline stages, for each stage
 
     def __post_init__(self):
         super().__post_init__()
         for name in ("response_length", "samples_per_prompt", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if self.micro_batch_size % self.samples_per_prompt:
-            raise ValueError(
-                f"micro_batch_size: {self.micro_batch_size} is not a multiple of samples_per_prompt "
-                f"{self.samples_per_prompt}; the samples of a prompt are computed together"
-            )
 
 
 class Sampler:
@@ -59,7 +63,8 @@ class Sampler:
     addresses until it is deleted; otherwise the caches are allocated during `sample` alone.
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
-    it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too.
+    it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
+    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones.
 
     Raises UserError if these cannot work with the model.
     """
@@ -74,218 +79,367 @@ class Sampler:
         eos_id: int | None = None,
         pad_id: int | None = None,
         with_entropy: bool = False,
+        lockstep: dist.ProcessGroup | None = None,
     ):
-        from megarlhf.experience.decoding import Decoder
-
         architecture = engine.modules[0].architecture
         self.engine, self.topology, self.config = engine, engine.topology, config
         self.vocab_size, self.seed, self.with_entropy = architecture.vocab_size, seed, with_entropy
-        self.eos_id = eos_id
+        self.eos_id, self.lockstep, self.prompt_length = eos_id, lockstep, prompt_length
         self.pad_id = architecture.vocab_size if pad_id is None else pad_id
         self.length = prompt_length + config.response_length
+        self.columns = -(-self.length // VECTOR) * VECTOR  # of a slot
         check_sampling(config, architecture, prompt_length=prompt_length, eos_id=eos_id, pad_id=self.pad_id)
 
-        self.group = self.topology.tensor_group if self.topology.parallel.tensor > 1 else None
-        rows, stages = config.micro_batch_size, self.topology.parallel.pipeline
-        self.decoders = [Decoder(chunk, self.topology, max_length=self.length) for chunk in engine.modules]
-        self.slots = [_Slot(self, rows) for _ in range(stages)]
-        self.wave = stages * rows
+        parallel, device = self.topology.parallel, backend.device()
+        self.tensor_group = self.topology.tensor_group if parallel.tensor > 1 else None
+        self.parts = parallel.tensor if engine.config.sequence_parallel else 1  # a stream is a multiple of so many
+        self.static = cuda_graphs.captures()
+        free = not self.static and parallel.pipeline == 1
+        self.look_every = 1 if free else LOOK_EVERY[device.type]
+        size = -(-config.micro_batch_size // self.parts) * self.parts
+        self.caches = [Cache(chunk, slots=parallel.pipeline * size, columns=self.columns) for chunk in engine.modules]
+        self.groups = [_Group(self, number, size) for number in range(parallel.pipeline)]
         self._free_caches()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this sampler on this rank beside the weights: caches and messages."""
-        return sum(slot.num_bytes for slot in self.slots)
+        return sum(part.num_bytes for part in (*self.caches, *self.groups))
 
     @torch.inference_mode()
     def sample(self, prompts: Prompts, on_tokens: Callable[[int], None] = lambda count: None) -> Rollout:
-        """Responses to this data-parallel rank's prompts, (N / n, P) -> N rows, on every rank of its model.
-
-        Any number of prompts is allowed; a smaller last wave is padded with copies. `on_tokens` is called after each
-        step with the number of tokens sampled.
-        """
-        config, samples = self.config, self.config.samples_per_prompt
-        assert prompts.tokens.shape[1] == self.length - config.response_length, prompts.tokens.shape
+        """Responses to this data-parallel rank's prompts, (N / n, P) -> N rows, on every rank of its model. `on_tokens`
+        is called after each step with the number of tokens sampled, those past an EOS not yet seen included."""
+        config = self.config
+        assert prompts.tokens.shape[1] == self.prompt_length, prompts.tokens.shape
         assert len(prompts), "no prompts"
-        for chunk in self.engine.chunks:
-            chunk.eval()
+        for module in self.engine.modules:
+            module.eval()
         self.engine.sync_params()
-        prompts = prompts.to(backend.device())
-        sequence_ids = sample_ids(prompts, samples)
-        shape = (len(sequence_ids), config.response_length)
-        results = {
-            "tokens": torch.full(shape, self.pad_id, device=sequence_ids.device),
-            "logprobs": torch.zeros(shape, device=sequence_ids.device),
+        self.prompts = prompts.to(backend.device())
+        self.prompt_sizes = prompts.valid.sum(1).tolist()
+        self.sequence_ids = sample_ids(self.prompts, config.samples_per_prompt)
+        self.num_rows = rows = len(self.sequence_ids)
+        device = backend.device()
+        shape = (rows + 1, config.response_length)  # slots without a row write to row N
+        self.results = {
+            "tokens": torch.full(shape, self.pad_id, device=device),
+            "logprobs": torch.zeros(shape, device=device),
         }
         if self.with_entropy:
-            results["entropy"] = torch.zeros_like(results["logprobs"])
+            self.results["entropy"] = torch.zeros(shape, device=device)
+        self.slots = Slots(rows=rows, samples=config.samples_per_prompt, groups=len(self.groups),
+                           size=self.groups[0].size)  # fmt: skip
         self._allocate_caches()
-        for start in range(0, len(sequence_ids), self.wave):
-            self._wave(prompts, sequence_ids, start, results, on_tokens)
-        self._free_caches()
+        try:
+            self._run(on_tokens)
+        finally:
+            self._free_caches()
+        results = {name: value[:rows].contiguous() for name, value in self.results.items()}
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
                 dist.broadcast(value, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
-        return rollout_of(prompts, sequence_ids, results, config, self.eos_id, self.pad_id)
+        return rollout_of(self.prompts, self.sequence_ids, results, config, self.eos_id, self.pad_id)
 
-    def _allocate_caches(self) -> None:
-        if not cuda_graphs.captures():  # a captured step needs fixed addresses
-            backend.trim()  # sampling cannot use the free memory that other phases leave
-            for slot in self.slots:
-                for cache in slot.caches:
-                    cache.allocate()
-
-    def _free_caches(self) -> None:
-        if not cuda_graphs.captures():
-            for slot in self.slots:
-                for cache in slot.caches:
-                    cache.free()
-            backend.trim()
-
-    # ------------------------------------------------------------------------------------------- the schedule
-
-    def _wave(self, prompts: Prompts, sequence_ids: Tensor, start: int, results: dict[str, Tensor], on_tokens) -> None:
-        """The rows from `start`, one micro-batch a slot.
-
-        Every rank does its tasks in the order (step, chunk, slot), and every message goes to a task that is later in
-        the order (step, chunk, slot, stage). Sends are asynchronous, so the first unfinished task always has its input,
-        and there is no deadlock. As many slots as stages keep all stages busy.
-        """
-        config, samples = self.config, self.config.samples_per_prompt
-        starts = range(start, start + self.wave, config.micro_batch_size)
-        for slot, first in zip(self.slots, starts, strict=True):
-            rows = torch.arange(first, first + config.micro_batch_size, device=sequence_ids.device)
-            rows.clamp_(max=len(sequence_ids) - 1)
-            slot.begin(prompts.select(rows[::samples] // samples), sequence_ids[rows])
-        for step in range(config.response_length):
-            for chunk in range(len(self.decoders)):
-                for slot in self.slots:
-                    slot.compute(step, chunk)
-            on_tokens(min(self.wave, len(sequence_ids) - start))
-            if self.topology.last_stage:
-                for slot, first in zip(self.slots, starts, strict=True):
-                    for name, target in results.items():
-                        part = target[first : first + config.micro_batch_size, step]
-                        part.copy_(slot.sampled[name][: len(part)])
-            if config.stop_at_eos and (step + 1) % EXIT_EVERY == 0 and self._finished(results["tokens"], start):
+    def _run(self, on_tokens: Callable[[int], None]) -> None:
+        """Every rank does its tasks in the order (step, chunk, group), and every message goes to a task that is later
+        in the order (step, chunk, group, stage). Sends are asynchronous, so the first unfinished task always has its
+        input, and there is no deadlock. As many groups as stages keep all stages busy."""
+        step = 0
+        while True:
+            for chunk in range(len(self.caches)):
+                for group in self.groups:
+                    if chunk == 0:
+                        group.refill(step)
+                    if group.active:
+                        group.compute(chunk)
+            if not any(group.active for group in self.groups):
                 break
-        for slot in self.slots:
-            slot.end(step)
+            on_tokens(sum(self.slots.count(group.number) for group in self.groups))
+            step += 1
+        for group in self.groups:
+            for what in list(group.sending):
+                group.wait(what)
 
-    def _finished(self, tokens: Tensor, start: int) -> bool:
-        """Whether every response of this wave has its EOS; the same answer on every stage."""
-        finished = (tokens[start : start + self.wave] == self.eos_id).any(1).all().int()
-        if self.topology.parallel.pipeline > 1:
-            dist.broadcast(finished, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
-        return bool(finished)
+    def size(self, row: int) -> int:
+        """Tokens of a row's prompt; 1 for row N, which is none."""
+        return 1 if row == self.num_rows else self.prompt_sizes[row // self.config.samples_per_prompt]
+
+    def agreed(self, active: int, prefills: int) -> tuple[int, int]:
+        """The largest of each over the ranks in lockstep."""
+        if self.lockstep is None:
+            return active, prefills
+        both = torch.tensor([active, prefills], device=backend.device())
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.lockstep)
+        return tuple(both.tolist())
 
     def draw(self, hidden: Tensor, sequence_ids: Tensor, steps: Tensor) -> Sampled:
-        """(B, H) hidden states of the last stage, (B,) sequence ids and (B,) steps -> a token a row."""
+        """(s, H) hidden states of the last stage -> a token a row."""
+        weight = self.engine.modules[-1].head_weight()
+        logits = operations.linear if weight.dtype.itemsize > 2 else kernels.linear_logits  # float32, as the trainer's
         return sampling.sample(
-            self.decoders[-1].logits(hidden),
+            logits(hidden, weight),
             self.config,
             seed=self.seed,
             sequence_ids=sequence_ids,
             steps=steps,
             vocab_size=self.vocab_size,
             with_entropy=self.with_entropy,
-            tp_group=self.group,
+            tp_group=self.tensor_group,
         )
 
+    def _allocate_caches(self) -> None:
+        if not self.static:  # a captured step needs fixed addresses
+            backend.trim()  # sampling cannot use the free memory that other phases leave
+        for cache in self.caches:
+            cache.allocate()
 
-class _Slot:
-    """A micro-batch in flight: its caches, its messages, and the decode step over tensors with fixed addresses."""
+    def _free_caches(self) -> None:
+        if not self.static:
+            for cache in self.caches:
+                cache.free()
+            backend.trim()
 
-    def __init__(self, sampler: Sampler, rows: int):
-        self.sampler, self.topology = sampler, sampler.topology
-        config, device = sampler.engine.config, backend.device()
+
+class _Group:
+    """The slots that are computed together: the state of each, messages, and the step over tensors with fixed
+    addresses."""
+
+    def __init__(self, sampler: Sampler, number: int, size: int):
+        self.sampler, self.topology, self.number, self.size = sampler, sampler.topology, number, size
+        self.first = number * size  # of the cache's slots
+        self.active = 0  # slots that are computed: the first so many
         pipeline = self.topology.pipeline_group
         stage, stages = self.topology.pipeline_rank, self.topology.parallel.pipeline
         self.before, self.behind = (dist.get_global_rank(pipeline, (stage + way) % stages) for way in (-1, 1))
-        self.caches = [decoder.cache(rows, sampler.length) for decoder in sampler.decoders]
-        self.sequence_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # tokens drawn of each row
-        self.sampled = {
-            "tokens": torch.zeros(rows, dtype=torch.int64, device=device),
-            "logprobs": torch.zeros(rows, device=device),
-            "entropy": torch.zeros(rows, device=device),
-        }
-        hidden = (len(sampler.decoders), rows, config.hidden_size)
+        device = backend.device()
+        zeros = partial(torch.zeros, size, dtype=torch.int64, device=device)
+        # Of each slot: its newest token and its position; tokens sampled so far; its row, its sequence id, and whether
+        # its EOS was sampled.
+        self.tokens, self.positions, self.steps, self.rows, self.sequence_ids, self.ended = (zeros() for _ in range(6))
+        self.visible = torch.zeros(size, 1, 1, sampler.columns, dtype=torch.bool, device=device)  # columns
+        self.state = (self.tokens, self.positions, self.steps, self.rows, self.sequence_ids, self.ended, self.visible)
+        self.logprobs, self.entropy = (torch.zeros(size, device=device) for _ in range(2))
+        self.index = torch.arange(size, device=device)
+        self.ages = [0] * size  # `steps`, known to the host
+        self.awaited = 0  # tokens that the last stage sends back
+        config, chunks = sampler.engine.config, sampler.engine.modules
+        hidden = (len(chunks), size // sampler.parts, 1, config.hidden_size)
         self.received, self.sent = (torch.zeros(hidden, dtype=config.params_dtype, device=device) for _ in range(2))
-        self.sending: list[tuple[dist.Work, Tensor]] = []
-        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(len(sampler.decoders))]
+        # Unfinished sends of each chunk, and of the rows (None). They are waited for one step later: before that the
+        # receiver may itself wait for what this rank sends next.
+        self.sending: dict[int | None, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(len(chunks))]
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.sampled.values(), self.sequence_ids, self.steps, self.received, self.sent)
-        return sum(cache.num_bytes for cache in self.caches) + sum(x.numel() * x.element_size() for x in tensors)
+        tensors = (*self.state, self.logprobs, self.entropy, self.index, self.received, self.sent)
+        return sum(x.numel() * x.element_size() for x in tensors)
 
-    def begin(self, prompts: Prompts, sequence_ids: Tensor) -> None:
-        self.prompts = prompts
-        self.sequence_ids.copy_(sequence_ids)
-        self.steps.zero_()
+    # ------------------------------------------------------------------------------------------- which rows
 
-    def compute(self, step: int, chunk: int) -> None:
-        """One chunk of one step: step 0 reads the prompts, every other the token before."""
-        first, last = self.topology.first_stage and chunk == 0, self._ends(chunk)
-        if step > 0:
-            if not first:
-                self._receive(self.received[chunk])
-            elif not last:
-                self._receive(self.sampled["tokens"])
-            self._wait()
-            self.decode[chunk]()
-            sent = self.sampled["tokens"] if last else self.sent[chunk]
+    def refill(self, step: int) -> None:
+        """Before a step: receive the tokens of the one before; when it is time to look, let rows that have ended leave
+        and others start."""
+        sampler, slots = self.sampler, self.sampler.slots
+        if step == 0:
+            self.active, self.awaited = 0, 0
+            self._put(range(self.size), [sampler.num_rows] * self.size)
+        if self.awaited:
+            self._receive(self.tokens[: self.awaited])
+            self.ended[: self.awaited] |= self.tokens[: self.awaited] == sampler.eos_id
+            self.awaited = 0
+        config, self.starts, self.moves = sampler.config, [], []
+        full = [row is not None and age >= config.response_length
+                for row, age in zip(slots.held[self.number], self.ages, strict=True)]  # fmt: skip
+        look = any(full) or (config.stop_at_eos and step % sampler.look_every == 0)
+        if step == 0 or (look and slots.count(self.number)):
+            self._change(self._decided(full))
+        used = slots.used(self.number)
+        self.prefills = self._parts()
+        together, number = sampler.agreed(min(used, 1), len(self.prefills))
+        self.prefills += [[]] * (number - len(self.prefills))
+        wanted = self.size if sampler.static else max(used, 1)
+        self.active = together * -(-wanted // sampler.parts) * sampler.parts
+        self.ages = [age + 1 for age in self.ages]
+
+    def _decided(self, full: list[bool]) -> list[int | None]:
+        """The rows of this group from now on, the same on every stage: the first stage knows which have ended."""
+        sampler, slots, compact = self.sampler, self.sampler.slots, not self.sampler.static
+        if not sampler.config.stop_at_eos:  # all know
+            return slots.refilled(self.number, full, compact=compact)
+        self.wait(None)
+        told = torch.empty_like(self.rows)
+        if self.topology.first_stage:
+            ended = [over or eos for over, eos in zip(full, self.ended.bool().tolist(), strict=True)]
+            held = slots.refilled(self.number, ended, compact=compact)
+            told.copy_(torch.tensor([-1 if row is None else row for row in held]))
         else:
-            x = self.prompts.tokens
-            if not first:
-                x = self.received.new_empty(*x.shape, self.received.shape[-1])
-                self._receive(x)
-            self._wait()
-            sent = self.sampler.decoders[chunk].prefill(self.caches[chunk], x, self.prompts.valid)
-            if last:
-                self._draw(sent[:, -1].repeat_interleave(self.sampler.config.samples_per_prompt, 0))
-                sent = self.sampled["tokens"]
-        if self.topology.parallel.pipeline > 1 and not (last and step + 1 == self.sampler.config.response_length):
-            group = self.topology.ring_group if self.topology.last_stage else self.topology.pipeline_group
-            self.sending.append((dist.isend(sent, self.behind, group=group), sent))
+            self._receive(told)
+            held = [None if row < 0 else row for row in told.tolist()]
+        if not self.topology.last_stage:
+            self._send(told, None)
+        return held
 
-    def end(self, step: int) -> None:
-        """After the last `step`: receive the tokens that no further step receives."""
-        if self.topology.first_stage and not self._ends(0) and step + 1 < self.sampler.config.response_length:
-            self._receive(self.sampled["tokens"])
-        self._wait()
+    def _change(self, held: list[int | None]) -> None:
+        """Hold these rows from now on."""
+        sampler, before = self.sampler, self.sampler.slots.held[self.number]
+        self.starts, moves = sampler.slots.take(self.number, held)
+        for source, target in moves:
+            for x in self.state:
+                x[target] = x[source]
+            columns = sampler.size(before[source]) + self.ages[source]
+            self.moves.append((self.first + source, self.first + target, columns))
+            self.ages[target] = self.ages[source]
+        self._put([start.slot - self.first for start in self.starts], [start.row for start in self.starts])
+        left = [slot for slot, row in enumerate(held) if row is None]
+        self._put(left, [sampler.num_rows] * len(left))
+
+    def _put(self, slots: Sequence[int], rows: list[int]) -> None:
+        """The state of slots in which these rows start: the newest token is the prompt's last. Row N is none."""
+        if not rows:
+            return
+        sampler, device = self.sampler, self.tokens.device
+        index, given = torch.tensor(slots, device=device), torch.tensor(rows, device=device)
+        known = given.clamp(max=sampler.num_rows - 1)
+        sizes = torch.tensor([sampler.size(row) for row in rows], device=device)
+        self.tokens[index] = sampler.prompts.tokens[known // sampler.config.samples_per_prompt, -1]
+        self.positions[index] = sizes - 1
+        self.steps[index] = self.ended[index] = 0
+        self.rows[index] = given
+        self.sequence_ids[index] = sampler.sequence_ids[known]
+        self.visible[index, 0, 0] = torch.arange(sampler.columns, device=device) < sizes[:, None] - 1
+        for slot in slots:
+            self.ages[slot] = 0
+
+    def _parts(self) -> list[list[Start]]:
+        """The rows that start, but for those that copy their prompt, in parts of about PREFILL_TOKENS."""
+        parts, space = [], 0
+        for start in self.starts:
+            size = self.sampler.size(start.row) - 1
+            if start.source is None and size:
+                if size > space:
+                    parts.append([])
+                    space = PREFILL_TOKENS[self.tokens.device.type]
+                parts[-1].append(start)
+                space -= size
+        return parts
+
+    # ------------------------------------------------------------------------------------------- compute
+
+    def compute(self, chunk: int) -> None:
+        """One chunk of one step: the rows that move, the prompts of those that start, then the newest token of each
+        slot."""
+        self.wait(chunk)
+        # Chunk by chunk: another group's row may have started in this step, and its prompt be copied from a slot here.
+        for move in self.moves:
+            self.sampler.caches[chunk].copy(*move)
+        for part in self.prefills:
+            self._prefill(chunk, part)
+        for start in self.starts:
+            if start.source not in (None, start.slot):
+                self.sampler.caches[chunk].copy(start.source, start.slot, self.sampler.size(start.row) - 1)
+        if not self._is_first(chunk):
+            self._receive(self.received[chunk, : self.active // self.sampler.parts])
+        self.decode[chunk]()
+        if not self._is_last(chunk):
+            self._send(self.sent[chunk, : self.active // self.sampler.parts], chunk)
+        else:
+            for name, target in self.sampler.results.items():
+                target[self.rows, self.steps - 1] = getattr(self, name)
+            if self.topology.parallel.pipeline > 1:
+                self._send(self.tokens[: self.active].clone(), chunk)
+        if chunk == len(self.decode) - 1 and self.topology.first_stage and not self.topology.last_stage:
+            self.awaited = self.active
+
+    def _prefill(self, chunk: int, starts: list[Start]) -> None:
+        """Keys and values of the prompts of these rows without their last tokens."""
+        sampler, device = self.sampler, self.tokens.device
+        rows = torch.tensor([start.row for start in starts], dtype=torch.int64, device=device)
+        slots = torch.tensor([start.slot for start in starts], dtype=torch.int64, device=device)
+        lengths = tuple(sampler.size(start.row) - 1 for start in starts)
+        sizes = torch.tensor(lengths, dtype=torch.int64, device=device)
+        prompts = sampler.prompts.select(rows // sampler.config.samples_per_prompt)
+        real = prompts.valid[:, :-1]
+        tokens, ends = prompts.tokens[:, :-1][real], sizes.cumsum(0)
+        positions = (real.cumsum(1) - 1)[real]
+        spans = Prefill(
+            lengths=lengths, bounds=F.pad(ends, (1, 0)).int(), read=self.index[: sampler.parts],
+            cache=sampler.caches[chunk], slots=slots.repeat_interleave(sizes), positions=positions,
+        )  # fmt: skip
+        total = max(1, -(-len(tokens) // sampler.parts)) * sampler.parts
+        tokens, positions = (F.pad(x, (0, total - len(x))) for x in (tokens, positions))
+        hidden = None
+        if not self._is_first(chunk):
+            hidden = self.received.new_empty(total // sampler.parts, *self.received.shape[2:])
+            self._receive(hidden)
+        hidden = sampler.engine.modules[chunk].run(tokens, positions, spans, sampler.length, hidden)
+        if not self._is_last(chunk):
+            self._send(hidden, chunk)
 
     def _decode(self, chunk: int) -> None:
-        first = self.topology.first_stage and chunk == 0
-        decoder = self.sampler.decoders[chunk]
-        hidden = decoder.decode(self.caches[chunk], self.sampled["tokens"] if first else self.received[chunk])
-        if self._ends(chunk):
+        """One chunk of a step of the active slots."""
+        sampler, width = self.sampler, self.sampler.columns
+        if not sampler.static:  # the columns in use
+            held = sampler.slots.held[self.number]
+            used = [sampler.size(row) + age for row, age in zip(held, self.ages, strict=True) if row is not None]
+            width = -(-(max(used, default=2) - 1) // VECTOR) * VECTOR
+        mine = slice(self.active)
+        if chunk == 0:
+            self.visible[self.index, 0, 0, self.positions] = True
+        step = Step(
+            sampler.caches[chunk], slice(self.first, self.first + self.active), self.index[mine], self.positions[mine],
+            self.visible[mine, ..., :width],
+        )  # fmt: skip
+        hidden = None if self._is_first(chunk) else self.received[chunk, : self.active // sampler.parts]
+        hidden = sampler.engine.modules[chunk].run(
+            self.tokens[mine], self.positions[mine], step, sampler.length, hidden
+        )
+        if self._is_last(chunk):
             self._draw(hidden)
         else:
-            self.sent[chunk].copy_(hidden)
+            self.sent[chunk, : len(hidden)].copy_(hidden)
+        if chunk == len(self.decode) - 1:
+            self.positions.add_(1).clamp_(max=sampler.length - 1)
+            self.steps.add_(1).clamp_(max=sampler.config.response_length)
 
     def _draw(self, hidden: Tensor) -> None:
-        sampled = self.sampler.draw(hidden, self.sequence_ids, self.steps)
+        """The next tokens, from hidden states [s, 1, H] or their sequence shard."""
+        if self.sampler.parts > 1:
+            shard, hidden = hidden.contiguous(), hidden.new_empty(self.active, *hidden.shape[1:])
+            dist.all_gather_into_tensor(hidden, shard, group=self.topology.tensor_group)
+        mine = slice(self.active)
+        sampled = self.sampler.draw(hidden[:, 0], self.sequence_ids[mine], self.steps[mine])
         for name, value in sampled._asdict().items():
             if value is not None:
-                self.sampled[name].copy_(value)
-        self.steps.add_(1)
+                getattr(self, name)[mine] = value
+        self.ended[mine] |= sampled.tokens == self.sampler.eos_id
 
-    def _ends(self, chunk: int) -> bool:
+    # ------------------------------------------------------------------------------------------- messages
+
+    def _is_first(self, chunk: int) -> bool:
+        """Whether this rank's `chunk` is the model's first."""
+        return self.topology.first_stage and chunk == 0
+
+    def _is_last(self, chunk: int) -> bool:
         """Whether this rank's `chunk` is the model's last."""
-        return self.topology.last_stage and chunk == len(self.sampler.decoders) - 1
+        return self.topology.last_stage and chunk == len(self.decode) - 1
+
+    # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks would
+    # otherwise wait for each other in one queue.
 
     def _receive(self, into: Tensor) -> None:
-        # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks
-        # would otherwise wait for each other in one queue.
         group = self.topology.ring_group if self.topology.first_stage else self.topology.pipeline_group
         dist.irecv(into, self.before, group=group).wait()
 
-    def _wait(self) -> None:
-        for work, _ in self.sending:
+    def _send(self, value: Tensor, what: int | None) -> None:
+        group = self.topology.ring_group if self.topology.last_stage else self.topology.pipeline_group
+        self.sending[what].append((dist.isend(value, self.behind, group=group), value))
+
+    def wait(self, what: int | None) -> None:
+        """For what was sent."""
+        for work, _ in self.sending.pop(what, ()):
             work.wait()
-        self.sending.clear()
 
 
 def check_sampling(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Literal
 
@@ -11,16 +12,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megarlhf import batch
-from megarlhf.batch import Sequences
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 from megarlhf.models import layer_specs
 from megarlhf.models.attention import Attention
+from megarlhf.models.cache import Step
 from megarlhf.models.embedding import WordEmbedding
 from megarlhf.models.heads import ScalarHead, WordHead
 from megarlhf.models.layers import Layer, ParallelResidualLayer
 from megarlhf.models.spec import Architecture
+from megarlhf.stream import Spans, Stream
 
 Head = Literal["logprobs", "values", "scores", "logprobs+values"]
 
@@ -65,6 +66,7 @@ class GPT(GPTModel):
             pg_collection=topology.groups,
         )
         self.architecture = architecture
+        self._table: Tensor | None = None
         self.topology = topology
         self.head = head
         self.has_words = words
@@ -79,77 +81,81 @@ class GPT(GPTModel):
             self.rotary_pos_emb.inv_freq = scaled_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
         if not last:
             return
+        self.decoder.layers[-1].select()
         if words:
             self.output_layer.__class__ = WordHead  # the same parameters, hooks and keys; another forward
         else:
             del self.output_layer
         if head != "logprobs":
-            self.value_head = ScalarHead(config, "scores" if head == "scores" else "values")
+            self.value_head = ScalarHead(config, "scores" if head == "scores" else "values", topology.tensor_group)
 
     def forward(
         self,
-        sequences: Sequences,
+        stream: Stream,
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_states: bool = False,
+        ref_states: Tensor | None = None,
         ref_weight: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Hidden states [S, B, H] for the next stage (its sequence shard under sequence parallelism); on the last stage
-        the head's outputs by name, each (B, R) in fp32. `temperature` and `with_entropy` are options of the log-prob
-        head. `with_states` adds "states", (B, R, H), from which the response is predicted. `ref_weight`, the head's
-        weight of the reference whose states the sequences carry (`Compared`), adds "kl"."""
-        tokens, segments = sequences.tokens, sequences.segments
-        hidden = None  # set_input_tensor gave the decoder the previous stage's
-        if self.pre_process:
-            positions = None
-            if self.position_embedding_type == "learned_absolute":
-                row = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-                positions = row if segments is None else batch.positions(segments)
-            if segments is not None:
-                tokens = tokens.masked_fill(segments == 0, 0)  # the id of padding may lie outside the vocabulary
-            hidden = self.embedding(input_ids=tokens, position_ids=positions)
-            if self.embedding_scale != 1:
-                hidden = hidden * self.embedding_scale
-        # Rotary attention depends on the distance of two tokens alone, so padding and packing need no shift.
-        rotary = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
-        mask = None if segments is None else batch.attention_mask(segments)
+        """Hidden states [T, 1, H] for the next stage (its sequence shard under sequence parallelism); on the last stage
+        the head's outputs by name, each (B, R) in fp32, 0 where a token does not count. `temperature` and
+        `with_entropy` are options of the log-prob head. `with_states` adds "states", (B, R, H), from which the counted
+        tokens are predicted. `ref_states` and `ref_weight`, the reference's states and its head's weight, add "kl"."""
+        spans = stream.spans
         if self.post_process:
-            self.decoder.layers[-1].num_skipped = skipped = self._num_skipped(sequences)
-            sequences = sequences.without_columns(skipped)  # what the heads see
-        hidden = self.decoder(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)
+            spans = dataclasses.replace(spans, read=self._read(stream))
+        hidden = self.run(stream.tokens, stream.positions, spans, stream.max_length)
         if not self.post_process:
             return hidden
-        outputs = self.value_head(hidden, sequences) if self.head != "logprobs" else {}
+        outputs = self.value_head(hidden, stream) if self.head != "logprobs" else {}
         if self.has_words:
-            outputs |= self.output_layer(
-                hidden,
-                sequences,
-                weight=self.head_weight(),
-                vocab_size=self.architecture.vocab_size,
-                temperature=temperature,
-                with_entropy=with_entropy,
-            )
-        if with_states:
-            outputs["states"] = self.output_layer.states(hidden, sequences)
-        if ref_weight is not None:
-            outputs["kl"] = self.output_layer.kl(
-                hidden,
-                sequences,
-                weight=self.head_weight(),
-                ref_weight=ref_weight,
-                vocab_size=self.architecture.vocab_size,
-                temperature=temperature,
-            )
+            options = dict(weight=self.head_weight(), vocab_size=self.architecture.vocab_size, temperature=temperature)
+            outputs |= self.output_layer(hidden, stream, with_entropy=with_entropy, **options)
+            if with_states:
+                outputs["states"] = stream.aligned(self.output_layer.states(hidden, stream))
+            if ref_weight is not None:
+                outputs["kl"] = self.output_layer.kl(hidden, stream, ref_states, ref_weight=ref_weight, **options)
         return outputs
 
-    def _num_skipped(self, sequences: Sequences) -> int:
-        """Number of leading positions whose output no head uses: those before the last of the prompt. None is skipped
-        where the backward pass recomputes layers, perhaps after another batch has set another number."""
-        if sequences.segments is None or (self.training and self.config.recompute_granularity == "full"):
-            return 0
-        unused = sequences.prompt_len - 1
-        return unused - unused % self.topology.parallel.tensor if self.config.sequence_parallel else unused
+    def run(
+        self, tokens: Tensor, positions: Tensor, spans: Spans | Step, max_length: int, hidden: Tensor | None = None
+    ) -> Tensor:
+        """The layers of this chunk over (T,) tokens -> [T, 1, H], after the final norm on the last stage. `hidden`: the
+        output of the stage before, unless a schedule has given it (`set_input_tensor`). `max_length`: a bound of the
+        positions."""
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens[None], position_ids=positions[None])
+            if self.embedding_scale != 1:
+                hidden = hidden * self.embedding_scale
+        elif hidden is None:
+            hidden = self.decoder.input_tensor
+        rotary = None
+        if self.position_embedding_type == "rope":
+            rotary = self._angles(max_length)[positions]
+        if torch.is_grad_enabled():
+            return self.decoder(
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=spans
+            )
+        for layer in self.decoder.layers:  # the same without what a backward pass needs
+            hidden, _ = layer(hidden, rotary_pos_emb=rotary, packed_seq_params=spans)
+        return hidden if self.decoder.final_layernorm is None else self.decoder.final_layernorm(hidden)
+
+    def _angles(self, length: int) -> Tensor:
+        """[at least `length`, 1, 1, d]: the rotary angles of positions. A captured step reads the table, so it belongs
+        to this chunk; megatron drops the older of its own."""
+        if self._table is None or len(self._table) < length:
+            with torch.inference_mode(False):
+                self._table = self.rotary_pos_emb(1 << (length - 1).bit_length())
+        return self._table
+
+    def _read(self, stream: Stream) -> Tensor:
+        """The tokens whose output the head reads. A value or a log-prob belongs to the state before a token, a score to
+        the text up to and including it (detail G1). Sequence parallelism cuts them into equal parts."""
+        read = stream.counted if self.head == "scores" else stream.counted - 1
+        parts = self.topology.parallel.tensor if self.config.sequence_parallel else 1
+        return torch.nn.functional.pad(read, (0, -len(read) % parts if len(read) else parts))
 
     def head_weight(self) -> Tensor:
         """The output layer's weight on the last stage, [V', H]: the word embedding's if they are tied."""

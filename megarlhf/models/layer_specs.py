@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,9 +24,8 @@ def block_spec(
     shared_norm: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, always with our `core_attention`: TE's linears and norms on CUDA where TE
-    imports, for bfloat16; otherwise megatron's local ones. (TE's causal attention ignores a mask tensor: left-padded
-    batches would be silently wrong.) `layer_type` replaces megatron's TransformerLayer. With `shared_norm` attention
-    and MLP share one norm."""
+    imports, for bfloat16; otherwise megatron's local ones. `layer_type` replaces megatron's TransformerLayer. With
+    `shared_norm` attention and MLP share one norm."""
     if backend.uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
@@ -47,10 +47,36 @@ def block_spec(
             attention.q_layernorm = attention.k_layernorm = norm
         if shared_norm:
             layer.submodules.pre_mlp_layernorm = IdentityOp
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention.linear_qkv = mlp.linear_fc1 = ColumnLinear
+        attention.linear_proj = mlp.linear_fc2 = RowLinear
     layer.submodules.self_attention.submodules.core_attention = core_attention
     layer.module = layer_type or layer.module
     layers = [layer] * get_num_layers_to_build(config, vp_stage, pipeline_rank)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+class ColumnLinear(tensor_parallel.ColumnParallelLinear):
+    """Megatron's, with a direct way where no gradient is needed: its own takes longer than the product of a few
+    tokens."""
+
+    def forward(self, x: torch.Tensor, *options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if torch.is_grad_enabled() or self.sequence_parallel or options:
+            return super().forward(x, *options)
+        return operations.linear(x, self.weight, None if self.skip_bias_add else self.bias), (
+            self.bias if self.skip_bias_add else None
+        )
+
+
+class RowLinear(tensor_parallel.RowParallelLinear):
+    """As `ColumnLinear`."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if torch.is_grad_enabled() or self.tp_group.size() > 1:
+            return super().forward(x)
+        return operations.linear(x, self.weight, None if self.skip_bias_add else self.bias), (
+            self.bias if self.skip_bias_add else None
+        )
 
 
 class Norm(torch.nn.Module):

@@ -79,6 +79,7 @@ class Architecture:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # a token sees so many, itself included (mistral 7B v0.1)
     tie_embeddings: bool = False  # the output layer shares the word embedding's weight
     init_std: float = 0.02
     qk_norm: bool = False  # every query and key head is normalised before it turns (qwen3)

@@ -49,6 +49,7 @@ def transformer_config(
         hidden_dropout=dropout,
         attention_dropout=dropout,
         attention_softmax_in_fp32=True,
+        window_size=(architecture.sliding_window - 1, 0) if architecture.sliding_window else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

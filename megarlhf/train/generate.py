@@ -33,6 +33,8 @@ from megarlhf.train import memory, setup
 from megarlhf.train.program import Program
 from megarlhf.train.settings import RanksConfig
 
+ROUNDS = 4  # responses a slot and call of the sampler: more waste less at its end, fewer say sooner that it goes on
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(RanksConfig):
@@ -71,8 +73,9 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     check_length(architecture, length, "prompts.length + sampler.response_length")
     rows = settings.sampler.micro_batch_size
     memory.check_sizes(
-        architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch=1, sampled=rows
-    )
+        architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch_tokens=1,
+        sampled=rows,
+    )  # fmt: skip
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
     sampler.check_sampling(
@@ -122,7 +125,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
 
     watchdog.phase("load")
     engine = build(
-        "actor", plan.architecture, topology, micro_batch_size=1, dtype=settings.dtype, awaits_checkpoint=True
+        "actor", plan.architecture, topology, micro_batch_tokens=1, dtype=settings.dtype, awaits_checkpoint=True
     )
     checkpoint.load(engine, plan.source, weights_only=True)
     policy = Sampler(
@@ -149,9 +152,11 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     with tqdm(
         total=share * num_samples * per_response, unit="tokens", unit_scale=True, disable=topology.rank != 0
     ) as bar:
-        for start in range(0, share, policy.wave // num_samples):
+        # The slots are refilled only within a call.
+        at_once = max(1, ROUNDS * settings.sampler.micro_batch_size * settings.parallel.pipeline // num_samples)
+        for start in range(0, share, at_once):
             watchdog.phase("generate", start + 1)
-            rows = mine[start : start + policy.wave // num_samples]
+            rows = mine[start : start + at_once]
             prompts = plan.prompts.rows(rows, rows, length=settings.prompts.length, pad_id=policy.pad_id)
             rollout = policy.sample(prompts, on_tokens=lambda count: bar.update(count * topology.data_size))
             lines += records(rollout, [plan.prompts.texts[row] for row in rows], plan.tokenizer, settings.sampler)

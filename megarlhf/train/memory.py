@@ -1,7 +1,7 @@
 """A lower bound on a rank's memory, to refuse sizes that are wrong by orders of magnitude before anything is allocated.
 A configuration that passes may still not fit.
 
-Legend: N rows that a rank holds at once, B rows of a micro-batch, S tokens a row.
+Legend: N rows that a rank holds at once, S tokens a row, T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ def check_sizes(
     *,
     dtype: Literal["bf16", "fp32"],
     rows: int,
-    micro_batch: int,
+    micro_batch_tokens: int,
     length: int,
     sampled: int = 0,
 ) -> None:
-    """Refuse (UserError) sizes that no rank has memory for. rows: N; micro_batch: B; length: S; sampled: rows of one
-    micro-batch of sampling, whose keys and values are cached."""
+    """Refuse (UserError) sizes that no rank has memory for. rows: N; length: S; micro_batch_tokens: T, unless
+    the rows have fewer or one row has more; sampled: rows whose keys and values are cached in sampling."""
+    tokens = min(max(micro_batch_tokens, length), rows * length)
     size = 2 if dtype == "bf16" else 4
     share = parallel.tensor * parallel.pipeline
     channels = architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     needs = {
         f"{architecture.num_parameters:,} parameters": architecture.num_parameters * size // share,
         f"a batch of {rows:,} rows of {length:,} tokens": rows * length * TOKEN_BYTES,
-        f"a micro-batch of {micro_batch:,} rows of {length:,} tokens": (
-            micro_batch * length * architecture.hidden_size * size // parallel.tensor
-        ),
-        # a stage has its share of the layers, for as many micro-batches as there are stages
+        f"a micro-batch of {tokens:,} tokens": tokens * architecture.hidden_size * size // parallel.tensor,
+        # a stage has its share of the layers, for as many groups of slots as there are stages
         f"the keys and values of {sampled:,} sampled rows of {length:,} tokens": (
             2 * sampled * length * channels * size // parallel.tensor
         ),

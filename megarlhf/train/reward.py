@@ -49,13 +49,13 @@ class NormalizationConfig:
             raise ValueError(f"std: must be positive, not {self.std}")
         self.sampler(1)  # checks the sampling options
 
-    def sampler(self, micro_batch_size: int) -> SamplerConfig:
+    def sampler(self, slots: int) -> SamplerConfig:
         """How the responses are sampled."""
         return SamplerConfig(
             response_length=self.response_length,
             stop_at_eos=self.stop_at_eos,
             temperature=self.temperature,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=slots,
         )
 
 
@@ -78,13 +78,8 @@ class Plan(setup.Plan):
 
 def check(settings: RewardConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    size, micro = settings.data.num_responses, settings.training.micro_batch_size
-    settings.training.check_batch(settings.parallel, world_size)
-    if micro % size:
-        raise UserError(
-            f"training.micro_batch_size: {micro} rows cannot hold whole prompts of data.num_responses {size}; make it "
-            f"a multiple of {size}"
-        )
+    size = settings.data.num_responses
+    settings.training.check_batch(settings.parallel, world_size, together=size)
     if settings.loss == "pairwise" and size != 2:
         raise UserError(
             f"loss: pairwise compares 2 responses, but data.num_responses is {size}; use log_exp or best_of"
@@ -110,12 +105,11 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
         length = settings.normalization.prompts.length + settings.normalization.response_length
         check_length(start.architecture, length, "normalization: prompts.length + response_length")
         memory.check_sizes(
-            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, micro_batch=micro,
-            rows=samples // settings.parallel.data(world_size), sampled=micro,
+            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, rows=samples // data_size,
+            micro_batch_tokens=settings.micro_batch_tokens, sampled=slots(settings, data_size),
         )  # fmt: skip
-        settings.parallel.check_length("normalization.prompts.length", length)
         sampler.check_sampling(
-            settings.normalization.sampler(micro),
+            settings.normalization.sampler(slots(settings, data_size)),
             start.architecture,
             prompt_length=settings.normalization.prompts.length,
             eos_id=start.tokenizer.eos_id,
@@ -128,6 +122,15 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, prompts=prompts
     )
+
+
+def slots(settings: RewardConfig, data_size: int) -> int:
+    """How many responses for the normalisation each stage samples at once: their caches have the tokens of a
+    micro-batch."""
+    normalization = settings.normalization
+    share = -(-normalization.samples // (data_size * settings.parallel.pipeline))
+    length = normalization.prompts.length + normalization.response_length
+    return min(max(1, settings.micro_batch_tokens // length), max(1, share))
 
 
 def prepare(settings: RewardConfig, plan: Plan, topology: Topology) -> Prepared:
@@ -178,7 +181,7 @@ def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
     checkpoint.load(policy, start.source, weights_only=True)
     policy_sampler = Sampler(
         policy,
-        normalization.sampler(settings.training.micro_batch_size),
+        normalization.sampler(slots(settings, topology.data_size)),
         prompt_length=normalization.prompts.length,
         seed=settings.seed,
         eos_id=start.tokenizer.eos_id,

@@ -18,7 +18,7 @@ from megarlhf.data.sft import Examples, load_sft
 from megarlhf.experience import rollout, sampler, sources
 from megarlhf.experience.sampler import Sampler
 from megarlhf.models.locate import find_model
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import Architecture, check_length
 from megarlhf.train import audit, memory, online, scoring, setup, work
 from megarlhf.train.actions import Models, Pretraining, Progress
 from megarlhf.train.program import Prepared, Program, training
@@ -43,25 +43,23 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             f"{algorithm.group_size}, not {samples}"
         )
     data_size = sizes.data(world_size)
-    share = training.minibatches * training.micro_batch_size * data_size
+    share = training.minibatches * data_size
     if training.batch_size % share:
         raise UserError(
             f"training.batch_size: {training.batch_size} is not a multiple of minibatches {training.minibatches} x "
-            f"micro_batch_size {training.micro_batch_size} x {data_size} data-parallel ranks = {share}; change one"
+            f"{data_size} data-parallel ranks = {share}; change one"
         )
     if training.batch_size // data_size % samples:
         raise UserError(
             f"sampler.samples_per_prompt: {samples} does not divide the {training.batch_size // data_size} responses "
             "of a data-parallel rank; change it or training.batch_size"
         )
-    sizes.check_micro_batches("training.batch_size", training.batch_size // share)
     settings.optimizer.check_steps(training.updates)
     if settings.critic_kind is not None and settings.critic.optimizer is not None:
         settings.critic.optimizer.check_steps(training.updates, "critic.optimizer")
     if settings.model.dropout:
         raise UserError("model.dropout: must be 0, in sampling and in training (detail P4)")
-    length = settings.prompts.length + settings.sampler.response_length
-    sizes.check_length("prompts.length", length)
+    length = settings.longest_row
     if algorithm.fixed_length and settings.sampler.stop_at_eos:
         raise UserError(
             f"{name}.score_position: 'last' is the last token of the fixed length, but sampler.stop_at_eos ends "
@@ -84,7 +82,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         read_progress(start.resume_from, settings.algorithm, algorithm)
     memory.check_sizes(
         start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
-        micro_batch=training.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
         sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
     )  # fmt: skip
     sampler.check_sampling(
@@ -113,18 +111,12 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     if settings.average is not None and not 0 < settings.average < 1:
         raise UserError(f"average: must be between 0 and 1, not {settings.average}")
     if settings.ptx is not None:
-        rows = training.micro_batch_size * data_size
-        if settings.ptx.batch_size % rows:
+        if settings.ptx.batch_size % data_size:
             raise UserError(
-                f"ptx.batch_size: {settings.ptx.batch_size} is not a multiple of micro_batch_size "
-                f"{training.micro_batch_size} x {data_size} data-parallel ranks = {rows}; change one of them"
+                f"ptx.batch_size: {settings.ptx.batch_size} is not a multiple of {data_size} data-parallel ranks; "
+                "change it or the ranks"
             )
-        sizes.check_micro_batches("ptx.batch_size", settings.ptx.batch_size // rows)
-        if settings.ptx.data.max_length > length:
-            raise UserError(
-                f"ptx.data.max_length: {settings.ptx.data.max_length} is more than a prompt and a response of {length} "
-                "tokens, which share an update with it; lower it"
-            )
+        check_length(start.architecture, settings.ptx.data.max_length, "ptx.data.max_length")
         ptx, report = load_sft(settings.ptx.data.train, start.tokenizer, settings.ptx.data)
         notes.append(report.summary())
     return Plan(start=start, total_steps=training.steps, notes=tuple(notes), prompts=prompts, ptx=ptx)
@@ -214,7 +206,8 @@ def assemble(
             checkpoint.load(average, start.resume_from / "average", weights_only=True)
         else:
             average.follow(actor, 0.0)
-    rows = min(settings.sampler.micro_batch_size, settings.training.batch_size // topology.data_size)
+    share = settings.training.batch_size // topology.data_size
+    rows = min(settings.sampler.micro_batch_size, -(-share // settings.parallel.pipeline))  # slots of each stage
     policy_sampler = Sampler(
         actor, replace(settings.sampler, micro_batch_size=rows), prompt_length=settings.prompts.length,
         seed=settings.seed, eos_id=start.tokenizer.eos_id,
@@ -225,7 +218,7 @@ def assemble(
         reference=reference,
         sampler=policy_sampler,
         scorer=scoring.build_scorer(
-            settings.scoring, topology, start.tokenizer, micro_batch_size=settings.training.micro_batch_size,
+            settings.scoring, topology, start.tokenizer, micro_batch_tokens=settings.micro_batch_tokens,
             dtype=settings.model.dtype, records=plan.prompts.records,
         ),
         prompts=PromptLoader(
@@ -245,7 +238,6 @@ def assemble(
                 dp_size=topology.data_size,
                 seed=settings.seed,
                 pad_id=start.tokenizer.pad_id,
-                pad_multiple=settings.prompts.length + settings.sampler.response_length,  # an update has one row length
             ),
             settings.ptx.coef,
         ),

@@ -19,7 +19,7 @@ from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train.guard import GuardConfig
-from megarlhf.train.settings import RunConfig
+from megarlhf.train.settings import MicroBatchConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ReferenceConfig:
 class PTXConfig:
     """Pretraining text whose loss is added to the policy's (PPO-ptx)."""
 
-    data: SFTDataConfig  # max_length: at most prompts.length + sampler.response_length
+    data: SFTDataConfig
     coef: float = 1.0
     batch_size: int = 64  # rows an update
 
@@ -89,19 +89,19 @@ class PTXConfig:
 
 
 @dataclass(frozen=True)
-class OnlineTrainingConfig:
+class OnlineTrainingConfig(MicroBatchConfig):
     """Sizes and lengths. A step samples and learns from one batch of responses (detail P7)."""
 
     steps: int = 100
     batch_size: int = 512  # responses a step
     minibatches: int = 1  # updates an epoch
     epochs: int = 4
-    micro_batch_size: int = 8  # rows a rank computes at once
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name}: must be at least 1, not {value}")
+        super().__post_init__()
+        for name in ("steps", "batch_size", "minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
     @property
     def updates(self) -> int:
@@ -126,6 +126,10 @@ class OnlineRunConfig(RunConfig):
     gate: GateConfig = field(default_factory=GateConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # to 0 (detail G5)
+
+    @property
+    def longest_row(self) -> int:
+        return self.prompts.length + self.sampler.response_length
 
     @property
     def value(self) -> OnlineAlgorithm:

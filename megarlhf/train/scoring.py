@@ -92,18 +92,18 @@ def build_scorer(
     topology: Topology,
     tokenizer: Tokenizer,
     *,
-    micro_batch_size: int,
+    micro_batch_tokens: int,
     dtype: Literal["fp32", "bf16"],
     records: Callable[[list[int]], list[Record]],
 ) -> Scorer:
     """The Scorer of a checked configuration, its reward models loaded in the policy's layout. `records`: of prompt ids
     (`PromptSet.records`). Collective."""
-    load = partial(load_reward_model, topology=topology, micro_batch_size=micro_batch_size, dtype=dtype)
+    load = partial(load_reward_model, topology=topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype)
     return Scorer(config, topology, tokenizer, load_model=load, records=records)
 
 
 def load_reward_model(
-    path: str, *, topology: Topology, micro_batch_size: int, dtype: Literal["fp32", "bf16"]
+    path: str, *, topology: Topology, micro_batch_tokens: int, dtype: Literal["fp32", "bf16"]
 ) -> Engine:
     """The reward model of a run, checkpoint or model directory, for scoring alone. Collective."""
     from megarlhf.models.build import build
@@ -111,7 +111,7 @@ def load_reward_model(
     directory = find_model(path, "reward")
     architecture = Architecture.load(directory)
     engine = build(
-        "reward", architecture, topology, micro_batch_size=micro_batch_size, dtype=dtype, awaits_checkpoint=True
+        "reward", architecture, topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype, awaits_checkpoint=True
     )
     checkpoint.load(engine, directory, weights_only=True)
     return engine

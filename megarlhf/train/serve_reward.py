@@ -19,6 +19,7 @@ from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.config import UserError
 from megarlhf.experience.sources import PROTOCOL, Answer, FunctionScorer, Record
 from megarlhf.train import http_server
+from megarlhf.train.settings import MicroBatchConfig
 
 REMEMBERED = 256  # cached answers, for requests that are sent again
 REMEMBERED_SCORES = 2**17  # most numbers in the cached answers
@@ -30,9 +31,11 @@ SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
-class ServeRewardConfig:
-    """Give `checkpoint` or `function`; the fields from `tokenizer` on are for a checkpoint. There is no encryption and
-    no password: listen on addresses that only the cluster reaches."""
+class ServeRewardConfig(MicroBatchConfig):
+    """Give `checkpoint` or `function`; the micro-batch and the fields from `tokenizer` on are for a checkpoint.
+
+    There is no encryption and no password: listen on addresses that only the cluster reaches.
+    """
 
     checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
     function: str | None = None  # module:function or path/to/file.py:function
@@ -41,19 +44,19 @@ class ServeRewardConfig:
     max_request_mb: int = 8  # MiB of a request; larger ones are refused (413)
     tokenizer: str | None = None  # default: the one that came with the checkpoint
     dtype: Literal["bf16", "fp32"] = "bf16"
-    micro_batch_size: int = 8  # texts computed at once
     max_length: int = 1024  # tokens; longer texts are refused
     add_bos: bool = True  # these two as when the reward model was trained
     add_eos: bool = True
 
     def __post_init__(self):
+        super().__post_init__()
         if (self.checkpoint is None) == (self.function is None):
             raise ValueError("checkpoint: give either checkpoint or function, not both and not neither")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port: must be in [0, 65535], not {self.port}")
         if not self.host:
             raise ValueError("host: is empty; give an address, 0.0.0.0 for all of this machine's")
-        for name in ("micro_batch_size", "max_length", "max_request_mb"):
+        for name in ("max_length", "max_request_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
@@ -113,12 +116,15 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     check_vocabulary(tokenizer, architecture.vocab_size)
     if architecture.position_embedding == "learned":  # rotary models read what a policy may have sampled
         check_length(architecture, settings.max_length, "max_length")
+    tokens, notes = settings.budget(settings.max_length, section="")
+    for note in notes:
+        print(f"  {note}", file=sys.stderr)
     backend.install()
     backend.join(rendezvous, backend.open_store(rendezvous))
     engine = scoring.load_reward_model(
         settings.checkpoint,
         topology=parallel.start(ParallelConfig()),
-        micro_batch_size=settings.micro_batch_size,
+        micro_batch_tokens=tokens,
         dtype=settings.dtype,
     )
     bos = [tokenizer.bos_id] if settings.add_bos and tokenizer.bos_id is not None else []
@@ -139,8 +145,9 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
         length = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
         lengths = torch.tensor([len(row) for row in rows])
-        mask = torch.arange(1, length) < lengths[:, None]  # final_scores reads the last
-        outputs = engine.forward(Sequences(tokens=tokens, mask=mask))
+        real = torch.arange(length) < lengths[:, None]
+        mask = real[:, 1:]  # final_scores reads the last
+        outputs = engine.forward(Sequences(tokens=tokens, mask=mask, segments=real.long()))
         return final_scores(outputs["scores"], mask.to(outputs["scores"].device)).tolist()
 
     return score

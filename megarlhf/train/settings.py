@@ -18,21 +18,52 @@ from megarlhf.optim import OptimizerConfig
 
 RUN_FILE = "run.yaml"
 # Changing these does not change a run's numbers (beyond rounding), so a resumed run does not report such changes.
-_LAYOUT = ("parallel.", "checkpoint.", "log.", "training.micro_batch_size", "training.steps", "run")
+_LAYOUT = (
+    "parallel.", "checkpoint.", "log.", "training.micro_batch_tokens", "training.micro_batch_size", "training.steps",
+    "run",
+)  # fmt: skip
+MICRO_BATCH_TOKENS = 8192  # where the configuration does not say
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class MicroBatchConfig:
+    """How much a rank computes at once. Results do not depend on it, beyond rounding."""
+
+    micro_batch_tokens: int | None = None  # tokens, padding not counted; default: 8192. A longer row is computed alone.
+    micro_batch_size: int | None = None  # rows of full length; old name of the budget
+
+    def __post_init__(self):
+        for name in ("micro_batch_tokens", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: must be at least 1, not {value}")
+        if self.micro_batch_tokens is not None and self.micro_batch_size is not None:
+            raise ValueError("micro_batch_size: is the old name of micro_batch_tokens, which is given too; remove it")
+
+    def budget(self, longest: int, section: str = "training.") -> tuple[int, tuple[str, ...]]:
+        """(tokens of a micro-batch, notes for the banner). `longest`: tokens of the program's longest row, by which an
+        old configuration is converted; `section`: where these keys are."""
+        if self.micro_batch_size is None:
+            return self.micro_batch_tokens or MICRO_BATCH_TOKENS, ()
+        tokens = self.micro_batch_size * longest
+        return tokens, (
+            f"{section}micro_batch_size: {self.micro_batch_size} rows of {longest} tokens are read as "
+            f"{section}micro_batch_tokens: {tokens}; write that",
+        )
+
+
+@dataclass(frozen=True)
+class TrainingConfig(MicroBatchConfig):
     """Sizes and lengths. A step is one optimizer update on one global batch."""
 
     global_batch_size: int = 64  # rows
-    micro_batch_size: int = 1  # rows a rank computes at once
     epochs: float = 1.0
     steps: int | None = None  # instead of epochs
     evaluate_every: int = 100  # steps; also before the first and after the last
 
     def __post_init__(self):
-        for name in ("global_batch_size", "micro_batch_size", "evaluate_every"):
+        super().__post_init__()
+        for name in ("global_batch_size", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.epochs <= 0 or (self.steps is not None and self.steps < 1):
@@ -41,16 +72,15 @@ class TrainingConfig:
     def total_steps(self, num_rows: int) -> int:
         return self.steps or max(1, round(self.epochs * num_rows / self.global_batch_size))
 
-    def check_batch(self, parallel: ParallelConfig, world_size: int) -> None:
-        """Refuse (UserError) batch sizes that do not divide evenly in this layout."""
+    def check_batch(self, parallel: ParallelConfig, world_size: int, *, together: int = 1) -> None:
+        """Refuse (UserError) a batch that cannot be shared evenly. `together`: adjacent rows that stay on one rank."""
         data_size = parallel.data(world_size)
-        share = self.micro_batch_size * data_size
-        if self.global_batch_size % share:
+        if self.global_batch_size % (together * data_size):
+            prompts = f"{together} responses a prompt x " if together > 1 else ""
             raise UserError(
-                f"training.global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
-                f"{self.micro_batch_size} x {data_size} data-parallel ranks = {share}; change one of them"
+                f"training.global_batch_size: {self.global_batch_size} is not a multiple of {prompts}{data_size} "
+                f"data-parallel ranks{f' = {together * data_size}' if prompts else ''}; change it or the ranks"
             )
-        parallel.check_micro_batches("training.global_batch_size", self.global_batch_size // share)
 
 
 @dataclass(frozen=True)
@@ -91,12 +121,25 @@ class RunConfig(RanksConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that the trained model may read."""
+        raise NotImplementedError
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.training.budget(self.longest_row)[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRunConfig(RunConfig):
     """The sections of every program that learns from a data set. `data` is the program's own."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def longest_row(self) -> int:
+        return self.data.max_length
 
 
 def changes(config: RunConfig, step_directory: Path) -> list[str]:

@@ -4,7 +4,6 @@ banner."""
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
 from megarlhf.cluster import backend, job_checks, lease, parallel, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
-from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.log import Log, check_wandb
@@ -71,13 +70,7 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
     if tokenizer_path is None:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     check_layout(architecture, settings.parallel)
-    padded = -(-length // pad_multiple(settings.parallel)) * pad_multiple(settings.parallel)
     check_length(architecture, length, key)
-    if architecture.position_embedding == "learned" and padded > architecture.max_position_embeddings:
-        raise UserError(
-            f"{key}: rows of {length} tokens, padded to {padded}, are longer than the model's "
-            f"{architecture.max_position_embeddings} positions; lower it"
-        )
     tokenizer = load_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, architecture.vocab_size)
     check_writable(settings.run)
@@ -169,15 +162,9 @@ def check_memory(settings: OfflineRunConfig, architecture: Architecture, world_s
         settings.parallel,
         dtype=settings.model.dtype,
         rows=training.global_batch_size // data_size,
-        micro_batch=training.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
         length=length,
     )
-
-
-def pad_multiple(sizes: ParallelConfig) -> int:
-    """Rows are padded to a multiple of this: of 8 for the kernels, and of `tensor` because sequence parallelism divides
-    them evenly."""
-    return math.lcm(8, sizes.tensor)
 
 
 def cluster(rendezvous: Rendezvous, settings: RanksConfig, directory: str | Path) -> Topology:
@@ -254,7 +241,7 @@ def is_finished(settings: RunConfig, start: Start, topology: Topology, total: in
 def model_options(settings: RunConfig, *, trains: bool, total_steps: int) -> dict[str, Any]:
     """The arguments of `models.build.build` that the sections give."""
     return dict(
-        micro_batch_size=settings.training.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
         dtype=settings.model.dtype,
         optimizer=settings.optimizer if trains else None,
         total_steps=total_steps,
@@ -273,7 +260,6 @@ def loader_options(settings: OfflineRunConfig, start: Start, topology: Topology)
         dp_size=topology.data_size,
         seed=settings.seed,
         pad_id=start.tokenizer.pad_id,
-        pad_multiple=pad_multiple(settings.parallel),
     )
 
 
@@ -319,5 +305,5 @@ def announce(settings: RunConfig, start: Start, topology: Topology, lines: dict[
     }
     for name, value in banner.items():
         print(f"  {name:<22} {value}", file=sys.stderr)
-    for note in (*notes, *start.notes):
+    for note in (*settings.training.budget(settings.longest_row)[1], *notes, *start.notes):
         print(f"  {note}", file=sys.stderr)

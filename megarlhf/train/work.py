@@ -4,6 +4,9 @@ FLOPs are of matrix products alone, a multiplication and an addition each one; a
 Bytes are the least that must come from memory: weights, gradients, optimizer states, keys and values; activations,
 which may stay in the device's caches, are not counted. Both are sums over all ranks.
 
+Every prompt and response is counted at its full length: an upper bound where responses end early or prompts are
+shorter, because padding is not computed.
+
 Legend: B responses a step, P prompt and R response tokens, S = P + R, L layers, V vocabulary, H hidden size.
 """
 
@@ -38,16 +41,20 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
     size = 2 if settings.model.dtype == "bf16" else 4
     body, head = layer_parameters(architecture) * architecture.num_layers, _head(architecture)
     whole, words = trunk(architecture, rows, length, response), 2.0 * rows * response * head
-    micro_batches = rows / training.micro_batch_size
+    fit = max(1, settings.micro_batch_tokens // length)  # rows of a micro-batch
+
+    def micro_batches(rows: int) -> int:
+        return data_size * -(-rows // data_size // fit)
+
     separate = settings.critic_kind == "separate"
 
-    per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share its pass
+    per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share the pass of its first P - 1
     decoded = 2.0 * body * rows * response + _attention(architecture, rows * response, prompt + response / 2)
-    streams = data_size * max(1, -(-rows // data_size // settings.sampler.micro_batch_size))
+    rounds = data_size * -(-rows // data_size // settings.sampler.micro_batch_size)  # of full slots
     cache = 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     sample = Work(
-        trunk(architecture, per_prompt, prompt, 0) + decoded + words,
-        size * (streams * (response + 1) * (body + head) + rows * response * (prompt + response / 2) * cache),
+        trunk(architecture, per_prompt, prompt - 1, 0) + decoded + words,
+        size * (rounds * (response + 1) * (body + head) + rows * response * (prompt + response / 2) * cache),
     )
 
     judges = [
@@ -57,10 +64,10 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
     ]
     score = Work(
         sum(trunk(judge, rows, length, response) for judge in judges),
-        sum(size * micro_batches * layer_parameters(judge) * judge.num_layers for judge in judges),
+        sum(size * micro_batches(rows) * layer_parameters(judge) * judge.num_layers for judge in judges),
     )
     models = 3 if separate else 2  # policy, reference, critic
-    evaluate = Work(models * whole + 2 * words, size * micro_batches * (models * body + 2 * head))
+    evaluate = Work(models * whole + 2 * words, size * micro_batches(rows) * (models * body + 2 * head))
 
     trained = (2 * body + head) if separate else (body + head)
     passes = 4 if settings.model.recompute == "full" else 3
@@ -68,22 +75,21 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
     updates = training.epochs * training.minibatches
     learn = Work(
         training.epochs * (policies * passes * whole + 3 * words),
-        training.epochs * micro_batches * trained * (2 * size + 8) + updates * trained * ADAM_BYTES,
+        updates * trained * (micro_batches(rows // training.minibatches) * (2 * size + 8) + ADAM_BYTES),
     )
     return {"sample": sample, "score": score, "evaluate": evaluate, "learn": learn}
 
 
 def trunk(architecture: Architecture, rows: float, length: int, read: int) -> float:
-    """FLOPs of a causal forward pass of the layers over `rows` rows of `length` tokens. The heads read the last `read`
-    positions and the one before; of the others the last layer computes queries, keys and values alone
-    (models/layers.py)."""
-    tokens, unread = rows * length, max(0, length - read - 1)
+    """FLOPs of a causal forward pass of the layers over `rows` rows of `length` tokens, of which the heads read `read`.
+    The last layer computes attention for all, but projection and MLP for those alone (models/layers.py); if `read` is
+    0, as in the prefill of sampling, only queries, keys and values."""
     rest = layer_parameters(architecture) - _qkv(architecture)
-    seen = architecture.num_layers * length**2 / 2 - unread**2 / 2  # keys that the queries of a row see
-    return (
-        2.0 * (layer_parameters(architecture) * architecture.num_layers * tokens - rest * rows * unread)
-        + _attention(architecture, rows, seen) / architecture.num_layers
-    )
+    matrices = layer_parameters(architecture) * architecture.num_layers * length - rest * (length - read)
+    attention = _attention(architecture, rows * length, length / 2)
+    if not read:
+        attention *= 1 - 1 / architecture.num_layers
+    return 2.0 * rows * matrices + attention
 
 
 def _qkv(architecture: Architecture) -> int:

@@ -253,7 +253,7 @@ class Place:
             "sampler": {"response_length": 12, "micro_batch_size": 4, "stop_at_eos": True},
             "scoring": {"sources": [{"function": f"{ROOT}/tests/campaigns/judge.py:score"}]},
             "ppo": {"kl": {"controller": "adaptive", "horizon": 200}},
-            "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_size": 4},
+            "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_tokens": 112},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 1, "keep": 1},
             "log": {"samples": 2, "samples_every": 2},

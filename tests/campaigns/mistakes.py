@@ -79,7 +79,7 @@ class World:
             "reward": base | {
                 "data": {"train": str(self.pairs), "max_length": 64},
                 "normalization": {"prompts": prompts, "samples": 8, "response_length": 8},
-                "training": {"global_batch_size": 8, "micro_batch_size": 4, "steps": 4},
+                "training": {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": 4},
             },
             "ppo": base | {
                 "prompts": prompts,
@@ -87,7 +87,7 @@ class World:
                 "scoring": {"sources": [{"function": f"{directory}/rules.py:score"}]},
                 "ptx": {"data": {"train": str(config.parent / "train.jsonl"), "max_length": 24}, "batch_size": 8},
                 "critic": {"optimizer": {}},
-                "training": {"steps": 2, "batch_size": 8, "micro_batch_size": 4},
+                "training": {"steps": 2, "batch_size": 8, "micro_batch_tokens": 96},
             },
             "generate": {
                 "checkpoint": str(run), "out": str(directory / "out.jsonl"), "prompts": prompts, "dtype": "fp32",

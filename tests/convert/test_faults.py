@@ -182,11 +182,6 @@ HF_FAULTS = {
         lambda d: reconfigure(d / "config.json", scale_attn_by_inverse_layer_idx=True),
         ["scale_attn_by_inverse_layer_idx"],
     ),
-    "mistral window": (
-        "mistral",
-        lambda d: reconfigure(d / "config.json", sliding_window=16),
-        ["sliding_window", "16"],
-    ),
     "tokenizer": (
         "llama",
         lambda d: (d / "tokenizer.json").write_text((d / "tokenizer.json").read_text().replace(": 60", ": 61")),
@@ -221,7 +216,6 @@ REFUSED = {  # what a family knows and we do not
     "qwen3: window": ("qwen3", dict(use_sliding_window=True), "use_sliding_window: True"),
     "qwen3: window of a layer": ("qwen3", dict(layer_types=["sliding_attention"] * 3), "layer_types: sliding"),
     "qwen3: bias": ("qwen3", dict(attention_bias=True), "attention_bias: True"),
-    "mixtral: window": ("mixtral", dict(sliding_window=16), "sliding_window: 16"),
     "mixtral: too many": ("mixtral", dict(num_experts_per_tok=9), "experts_per_token: 9 with num_experts 3"),
     "qwen3_moe: some layers": ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step: 2"),
     "qwen3_moe: other layers": ("qwen3_moe", dict(mlp_only_layers=[1]), "mlp_only_layers: [1]"),

@@ -26,7 +26,7 @@ def our_outputs(directory):
     from tests.distributed.layouts import layout
 
     with layout() as topology:
-        engine = build("actor_critic", Architecture.load(directory), topology, micro_batch_size=2, dtype="fp32")
+        engine = build("actor_critic", Architecture.load(directory), topology, micro_batch_tokens=48, dtype="fp32")
         checkpoint.load(engine, directory, weights_only=True)
         outputs = engine.forward(Sequences(tokens=TOKENS, mask=torch.ones_like(TOKENS[:, 1:], dtype=torch.bool)))
         return outputs["logprobs"], outputs["values"]
@@ -48,7 +48,7 @@ def test_nemo_to_ppo_to_transformers(shared, ranks, tmp_path, capsys):
         "sampler": {"response_length": 8},
         "scoring": {"sources": [{"function": f"{tmp_path}/judge.py:score"}]},
         "critic": {"kind": "shared"},
-        "training": {"steps": 2, "batch_size": 8, "minibatches": 1, "micro_batch_size": 4},
+        "training": {"steps": 2, "batch_size": 8, "minibatches": 1, "micro_batch_tokens": 96},
         "optimizer": {"lr": 1e-3},
         "parallel": {"tensor": 2},
     }

@@ -47,7 +47,7 @@ def our_scores(ours):
         architecture = Architecture.load(model)
         results = []
         for role, key in (("reward", "scores"), ("critic", "values")):
-            engine = build(role, architecture, topology, micro_batch_size=2, dtype="fp32")
+            engine = build(role, architecture, topology, micro_batch_tokens=48, dtype="fp32")
             checkpoint.load(engine, model, weights_only=True)
             everything = torch.ones_like(TOKENS[:, 1:], dtype=torch.bool)
             results.append(engine.forward(Sequences(tokens=TOKENS, mask=everything))[key])

@@ -75,7 +75,7 @@ def examples(rows: int = 8, length: int = 24, left_padded: bool = True, seed: in
     return Sequences(
         tokens=torch.where(real, tokens, 0),
         mask=counted[:, 1:] & (torch.rand(rows, length - 1, generator=generator) < 0.7),
-        segments=real.long() if left_padded else None,
+        segments=real.long(),
     )
 
 

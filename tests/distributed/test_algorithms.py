@@ -52,15 +52,14 @@ def test_statistics_are_of_the_whole_minibatch(ranks):
 
 
 def learn(cases):
-    """[(micro-batch size, ParallelConfig fields)] -> metrics of two PPO updates of an actor and of a critic."""
+    """[(rows of a micro-batch, ParallelConfig fields)] -> metrics of two PPO updates of an actor and of a critic."""
     results = []
     for micro, sizes in cases:
         with layout(**sizes) as topology:
             steps = []
             for role, loss in (("actor", policy_loss), ("critic", value_loss)):
-                engine = build(
-                    role, LLAMA, topology, micro_batch_size=micro, dtype="fp32", optimizer=ADAM, total_steps=2, seed=7
-                )
+                engine = build(role, LLAMA, topology, micro_batch_tokens=24 * micro, dtype="fp32", optimizer=ADAM,
+                               total_steps=2, seed=7)  # fmt: skip
                 batch = examples()
                 generator = torch.Generator().manual_seed(1)
                 noise = [torch.randn(batch.mask.shape, generator=generator) * batch.mask for _ in range(3)]

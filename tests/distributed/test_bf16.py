@@ -30,7 +30,7 @@ def train(cases):
     for family, dtype, sizes in cases:
         architecture = dataclasses.replace(FAMILIES[family], init_std=0.1)  # logits that rounding can change
         with layout(**sizes) as topology:
-            engine = build("actor", architecture, topology, micro_batch_size=2, dtype=dtype, optimizer=ADAM,
+            engine = build("actor", architecture, topology, micro_batch_tokens=48, dtype=dtype, optimizer=ADAM,
                            total_steps=3, seed=7)  # fmt: skip
             kinds = {parameter.dtype for module in engine.modules for parameter in module.parameters()}
             assert kinds == {engine.config.params_dtype}, kinds
@@ -79,11 +79,11 @@ def go_on(directory, family):
     """Losses of two updates from the same fp32 checkpoint, in fp32 and in bf16."""
     losses = []
     with layout() as topology:
-        engine = build("actor", FAMILIES[family], topology, micro_batch_size=4, dtype="fp32", seed=1)
+        engine = build("actor", FAMILIES[family], topology, micro_batch_tokens=96, dtype="fp32", seed=1)
         checkpoints = Checkpoints(Path(directory), CheckpointConfig())
         checkpoints.save(1, {"actor": engine}, {}, FAMILIES[family].save)
         for dtype in ("fp32", "bf16"):
-            engine = build("actor", FAMILIES[family], topology, micro_batch_size=4, dtype=dtype, optimizer=ADAM,
+            engine = build("actor", FAMILIES[family], topology, micro_batch_tokens=96, dtype=dtype, optimizer=ADAM,
                            total_steps=2, awaits_checkpoint=True)  # fmt: skip
             checkpoint.load(engine, checkpoints.latest() / "actor", weights_only=True)
             losses.append([engine.step(examples(seed=step), sft_loss)["loss"].value for step in range(2)])

@@ -21,8 +21,8 @@ def run(directory, family, sizes, first, last, dtype="fp32", asynchronous=False,
     weights."""
     with layout(**sizes) as topology:
         engine = build(
-            "actor", MODELS[family], topology, micro_batch_size=2, dtype=dtype, optimizer=ADAM, total_steps=10, seed=3,
-            dropout=dropout,
+            "actor", MODELS[family], topology, micro_batch_tokens=48, dtype=dtype, optimizer=ADAM, total_steps=10,
+            seed=3, dropout=dropout,
         )  # fmt: skip
         checkpoints = Checkpoints(Path(directory), CheckpointConfig(asynchronous=asynchronous, keep=2))
         if first:
@@ -35,7 +35,7 @@ def run(directory, family, sizes, first, last, dtype="fp32", asynchronous=False,
         checkpoints.save(last, {"actor": engine}, {"note": family}, MODELS[family].save)
         checkpoints.finish()
         weights = full_weights(engine)
-        reread = build("actor", MODELS[family], topology, micro_batch_size=2, dtype=dtype)
+        reread = build("actor", MODELS[family], topology, micro_batch_tokens=48, dtype=dtype)
         checkpoint.load(reread, checkpoints.latest() / "actor", weights_only=True)
         again = full_weights(reread)
         assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -82,7 +82,7 @@ def test_same_layout_is_bit_identical(ranks, tmp_path, family, sizes, more):
 
 def save(directory, steps, keep=2):
     with layout() as topology:
-        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+        engine = build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
         checkpoints = Checkpoints(Path(directory), CheckpointConfig(keep=keep))
         for step in steps:
             checkpoints.save(step, {"actor": engine}, {}, LLAMA.save)
@@ -91,7 +91,7 @@ def save(directory, steps, keep=2):
 
 def load_from(directory):
     with layout() as topology:
-        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32")
+        engine = build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32")
         try:
             checkpoint.load(engine, Path(directory), weights_only=True)
         except UserError as error:

@@ -34,8 +34,8 @@ LARGE = dataclasses.replace(LLAMA, ffn_hidden_size=8192)
 def save_two(directory):
     """Actor and critic, the second of which is made to be written first; what each holds after loading."""
     with layout() as topology:
-        actor = build("actor", LARGE, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM, seed=1)
-        critic = build("critic", LLAMA, topology, micro_batch_size=2, dtype="fp32", seed=2)
+        actor = build("actor", LARGE, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM, seed=1)
+        critic = build("critic", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", seed=2)
         checkpoints = Checkpoints(Path(directory), CheckpointConfig(asynchronous=True))
 
         def write_files(step):
@@ -55,7 +55,7 @@ def save_two(directory):
         for role, engine in (("actor", actor), ("critic", critic)):
             options = dict(optimizer=ADAM) if role == "actor" else {}
             architecture = LARGE if role == "actor" else LLAMA
-            again = build(role, architecture, topology, micro_batch_size=2, dtype="fp32", seed=9, **options)
+            again = build(role, architecture, topology, micro_batch_tokens=48, dtype="fp32", seed=9, **options)
             checkpoint.load(again, step / role, weights_only=role == "critic")
             before, after = full_weights(engine), full_weights(again)
             assert all(torch.equal(after[name], before[name]) for name in before), role
@@ -79,8 +79,8 @@ def flip_everywhere(directory):
     run = Path(directory)
     with layout() as topology:
         engines = {
-            "actor": build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM),
-            "critic": build("critic", LLAMA, topology, micro_batch_size=2, dtype="fp32"),
+            "actor": build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM),
+            "critic": build("critic", LLAMA, topology, micro_batch_tokens=48, dtype="fp32"),
         }
         checkpoints = Checkpoints(run, CheckpointConfig())
 
@@ -174,7 +174,7 @@ EVIL = (evil_index, evil_common, evil_object)
 
 def load_evil(directory):
     with layout() as topology:
-        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+        engine = build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
         checkpoints = Checkpoints(Path(directory), CheckpointConfig())
         checkpoints.save(1, {"actor": engine}, {}, LLAMA.save)
         found = []
@@ -209,7 +209,7 @@ from tests.distributed.layouts import ADAM, layout
 from tests.distributed.test_checkpoint_safety import LARGE
 asynchronous = sys.argv[2] == "asynchronous"
 with layout() as topology:
-    engine = build("actor", LARGE, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+    engine = build("actor", LARGE, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
     def stop_writers():  # what is in the middle of a save stays there
         while True:
             if list(Path(sys.argv[1]).glob("checkpoints/*.partial/actor/*.distcp")):
@@ -267,7 +267,7 @@ def lose_the_lease(directory):
     there then."""
     run = Path(directory)
     with layout() as topology, lease.held(run):
-        engine = build("critic", LLAMA, topology, micro_batch_size=2, dtype="fp32")
+        engine = build("critic", LLAMA, topology, micro_batch_tokens=48, dtype="fp32")
         checkpoints = Checkpoints(run, CheckpointConfig())
         checkpoints.save(1, {"critic": engine}, {}, LLAMA.save)
 
@@ -291,7 +291,7 @@ def test_a_job_that_lost_its_directory_publishes_nothing(ranks, tmp_path):
 def fail_on_rank_1(directory, asynchronous):
     """Rank 1 cannot write its files; whether each rank was told, with what, and what a save after that brings."""
     with layout() as topology:
-        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+        engine = build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
         checkpoints = Checkpoints(Path(directory), CheckpointConfig(asynchronous=asynchronous))
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 1:

@@ -20,7 +20,7 @@ def train(cases):
         recompute = sizes.get("recompute", "none")
         with layout(**{name: value for name, value in sizes.items() if name != "recompute"}) as topology:
             engine = build(
-                "actor", FAMILIES[family], topology, micro_batch_size=micro, dtype="fp32", optimizer=ADAM,
+                "actor", FAMILIES[family], topology, micro_batch_tokens=24 * micro, dtype="fp32", optimizer=ADAM,
                 total_steps=3, seed=7, recompute=recompute,
             )  # fmt: skip
             steps = []
@@ -105,7 +105,7 @@ def with_and_without_prompts(cases):
             whole = share(examples(length=26, seed=3), topology)
             whole = dataclasses.replace(whole, mask=whole.mask & (torch.arange(1, 26) >= 12))
             split = dataclasses.replace(whole, mask=whole.mask[:, 11:], prompt_len=12)
-            options = dict(micro_batch_size=4, dtype="fp32", optimizer=ADAM, total_steps=2, recompute=recompute)
+            options = dict(micro_batch_tokens=96, dtype="fp32", optimizer=ADAM, total_steps=2, recompute=recompute)
             found = []
             for batch, alone in ((whole, True), (split, False)):
                 engine, other = (build(role, FAMILIES[family], topology, **options) for role in ("actor", "critic"))

@@ -12,8 +12,8 @@ RAGGED = {name: Case(name, "actor", "ragged") for name in ARCHITECTURES}
 FEW = [case for case in CASES if case.architecture in ("llama", "gpt2")]  # the other batches and roles
 
 
-def jobs(cases, micro_batch_size: int = 4, recompute: str = "none"):
-    return [(case, micro_batch_size, recompute) for case in cases]
+def jobs(cases, micro: int = 4, recompute: str = "none"):
+    return [(case, micro, recompute) for case in cases]
 
 
 def common(*more: str):
@@ -25,11 +25,16 @@ def recomputed(recompute: str):
     return jobs(cases, recompute=recompute)
 
 
+# blocks side by side, with norms of their own and with one; and other heads
+OTHERS = [RAGGED["gpt_neox"], RAGGED["falcon_7b"], RAGGED["gemma"], Case("llama", "reward", "packed"),
+          Case("gpt2", "critic", "ragged"), Case("llama", "actor_critic", "ragged")]  # fmt: skip
+
+
 # micro-batches of one row: some have no token that counts, or no token at all
 SINGLE_ROWS = jobs([RAGGED["llama"], Case("gpt2", "actor", "packed"), Case("llama", "reward", "packed")], 1)
 TWO = [RAGGED["llama"], RAGGED["gpt2"]]
 WORK = {  # ranks -> [(ParallelConfig fields, jobs)]
-    1: [({}, jobs(CASES) + SINGLE_ROWS + recomputed("selective") + recomputed("full"))],
+    1: [({}, jobs(CASES) + SINGLE_ROWS + recomputed("selective") + recomputed("full") + jobs(OTHERS, 3, "full"))],
     2: [
         (
             dict(tensor=2, sequence=True),
@@ -37,12 +42,15 @@ WORK = {  # ranks -> [(ParallelConfig fields, jobs)]
         ),
         (dict(tensor=2), jobs(TWO)),
         (dict(pipeline=2), common("falcon_7b") + jobs(FEW) + SINGLE_ROWS + recomputed("full")),
-        (dict(pipeline=2, virtual_pipeline=2), jobs(TWO) + jobs([RAGGED["llama"]], 2, "selective")),
+        (
+            dict(pipeline=2, virtual_pipeline=2),
+            jobs(TWO) + jobs([RAGGED["llama"]], 2, "selective") + jobs([RAGGED["gpt2"]], 3, "full"),
+        ),
         (dict(distributed_optimizer=False), common() + SINGLE_ROWS),
         ({}, jobs(FEW)),  # gradients are sharded over the data-parallel ranks; their norm is compared
     ],
     4: [
-        (dict(pipeline=4), common("falcon_7b")),
+        (dict(pipeline=4), common("falcon_7b") + jobs(TWO, 2, "full")),
         (dict(tensor=2, pipeline=2), common()),
         (dict(tensor=2, pipeline=2, sequence=True), jobs(TWO) + jobs([RAGGED["llama"]], 2, "full")),
         (dict(tensor=2, sequence=True, distributed_optimizer=False), jobs(TWO)),
@@ -56,13 +64,13 @@ def test_the_arrays_do_not_change(ranks, world_size):
     everything = [(sizes, *job) for sizes, group in WORK[world_size] for job in group]
     wrong = []
     for rank, answer in enumerate(ranks.run(world_size, measure, WORK[world_size])):
-        for (sizes, case, micro_batch_size, recompute), (data_rank, found) in zip(everything, answer, strict=True):
+        for (sizes, case, micro, recompute), (data_rank, found) in zip(everything, answer, strict=True):
             size = world_size // math.prod(sizes.get(name, 1) for name in ("tensor", "pipeline"))
             assert ("gradients" in found) == (size == 1 or "distributed_optimizer" in sizes)
             rows = slice(8 // size * data_rank, 8 // size * (data_rank + 1))
             difference, name = worst(case, found, golden[case], rows)
             if not difference <= TOLERANCE:
-                wrong.append((rank, sizes, *case, micro_batch_size, recompute, name, difference))
+                wrong.append((rank, sizes, *case, micro, recompute, name, difference))
     assert not wrong, f"{len(wrong)} of {len(everything) * world_size} differ:\n" + "\n".join(map(str, wrong[:20]))
 
 

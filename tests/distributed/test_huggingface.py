@@ -44,6 +44,7 @@ def hf_model(family):
         "llama": (LlamaConfig, llama),
         "llama3": (LlamaConfig, {**llama, "tie_word_embeddings": True, "rope_parameters": stretched}),
         "mistral": (MistralConfig, {**llama, "head_dim": 12, "sliding_window": None}),
+        "mistral window": (MistralConfig, {**llama, "sliding_window": 7}),
         "qwen2": (Qwen2Config, {**llama, "tie_word_embeddings": True}),
         "qwen3": (Qwen3Config, {**llama, "head_dim": 16}),
         "gemma": (GemmaConfig, {**llama, "head_dim": 16}),
@@ -93,7 +94,7 @@ def our_logprobs(directory, tokens, valid, cases):
     for sizes in cases:
         with layout(**sizes) as topology:
             architecture = Architecture.load(Path(directory) / "actor")
-            engine = build("reference", architecture, topology, micro_batch_size=2, dtype="fp32")
+            engine = build("reference", architecture, topology, micro_batch_tokens=64, dtype="fp32")
             checkpoint.load(engine, Path(directory) / "actor", weights_only=True)
             results.append((topology.data_rank, engine.forward(share(batch, topology))["logprobs"]))
     return results
@@ -105,8 +106,8 @@ LAYOUTS = {
     4: [dict(tensor=2, pipeline=2), dict(tensor=2, pipeline=2, sequence=True)],
 }
 ONE_GROUP = {1: [{}], 2: [dict(pipeline=2)], 4: [dict(pipeline=4)]}  # one key/value head cannot be cut
-FAMILIES = ["gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "gpt_neox in turn",
-            "falcon 7b", "falcon 40b", "falcon 11b", "falcon in turn"]  # fmt: skip
+FAMILIES = ["gpt2", "llama", "llama3", "mistral", "mistral window", "qwen2", "qwen3", "gemma", "gpt_neox",
+            "gpt_neox in turn", "falcon 7b", "falcon 40b", "falcon 11b", "falcon in turn"]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,7 +35,7 @@ def updates(directory, cases):
     results = []
     for number, (architecture, distributed) in enumerate(cases):
         with layout(distributed_optimizer=distributed) as topology:
-            options = dict(micro_batch_size=8, dtype="fp32", optimizer=ADAMW, total_steps=UPDATES)
+            options = dict(micro_batch_tokens=192, dtype="fp32", optimizer=ADAMW, total_steps=UPDATES)
             engine = build("actor", architecture, topology, **options)
             slow = {name: p.detach().double() for name, p in engine.modules[0].named_parameters()}
             moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in slow.items()}
@@ -72,7 +72,7 @@ def skipping(directory, sizes, bad, first=0, last=TOTAL, leave_out=False):
     """Updates [first, last) of a run, from its checkpoint where first > 0. Those in `bad` get a NaN into one gradient,
     of the last rank alone, or are left out. -> (each update's metrics, weights, error)."""
     with layout(**sizes) as topology:
-        engine = build("actor", LLAMA, topology, micro_batch_size=2, dtype="fp32", optimizer=TF, total_steps=TOTAL)
+        engine = build("actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=TF, total_steps=TOTAL)
         checkpoints = Checkpoints(directory, CheckpointConfig())
         if first:
             checkpoint.load(engine, checkpoints.latest() / "actor", weights_only=False)

@@ -32,6 +32,7 @@ ODD = {  # what the two families leave out
         FAMILIES["llama"], head_dim=16, rotary_percent=0.5, normalization="LayerNorm", linear_bias=True,
         activation="gelu", gated_mlp=False,
     ),
+    "sliding window": dataclasses.replace(FAMILIES["llama"], sliding_window=5),
     "neox": dataclasses.replace(NEOX, init_std=0.15),
     "falcon": dataclasses.replace(FALCON, init_std=0.15),
     "gemma": dataclasses.replace(GEMMA, init_std=0.05),
@@ -49,9 +50,9 @@ def make_prompts(rows=ROWS, padding=0, seed=0):
                    prompt_ids=torch.arange(rows) + 100)  # fmt: skip
 
 
-def make_engine(architecture, topology, *, micro_batch_size=8, optimizer=None):
+def make_engine(architecture, topology, *, micro_batch_tokens=200, optimizer=None):
     """A model whose weights do not depend on the layout, biases and norms included."""
-    engine = build("actor", architecture, topology, micro_batch_size=micro_batch_size, dtype="fp32", seed=3,
+    engine = build("actor", architecture, topology, micro_batch_tokens=micro_batch_tokens, dtype="fp32", seed=3,
                    optimizer=optimizer)  # fmt: skip
     size, rank = topology.parallel.tensor, topology.tensor_rank
     for module in engine.modules:
@@ -86,7 +87,7 @@ def rollouts(cases):
     for family, micro, order, sizes in cases:
         with layout(**sizes) as topology:
             optimizer = ADAM if order == "reversed" else None  # wrapped for training, or bare
-            engine = make_engine(FAMILIES[family], topology, micro_batch_size=4, optimizer=optimizer)
+            engine = make_engine(FAMILIES[family], topology, micro_batch_tokens=96, optimizer=optimizer)
             config = SamplerConfig(response_length=R, micro_batch_size=micro)
             sampler = Sampler(engine, config, prompt_length=P, seed=11, with_entropy=True)
             rows = torch.arange(ROWS).chunk(topology.data_size)[topology.data_rank]
@@ -179,20 +180,6 @@ def variations():
             hot = sample(short, temperature=0.7)
             found[family, "temperature"] = gap(hot.logprobs, engine.forward(hot, temperature=0.7)["logprobs"]) < 1e-5
             found[family, "temperature matters"] = not torch.equal(hot.tokens, plain.tokens)
-
-        # Transformer Engine keeps the norms' weights in the linear layers behind them
-        engine = make_engine(FAMILIES["gpt2"], topology)
-        config = SamplerConfig(response_length=R, micro_batch_size=32)
-        before = Sampler(engine, config, prompt_length=P).sample(make_prompts(32))
-        for layer in engine.modules[0].decoder.layers:
-            for norm, linear in (("input_layernorm", layer.self_attention.linear_qkv),
-                                 ("pre_mlp_layernorm", layer.mlp.linear_fc1)):  # fmt: skip
-                linear.layer_norm_weight, linear.layer_norm_bias = getattr(layer, norm).parameters()
-                delattr(layer, norm)
-                setattr(layer, norm, torch.nn.Identity())
-        found["names of Transformer Engine"] = torch.equal(
-            Sampler(engine, config, prompt_length=P).sample(make_prompts(32)).tokens, before.tokens
-        )
     return found
 
 
@@ -204,7 +191,7 @@ def test_what_matters_and_what_does_not(ranks):
 def stopping(sizes):
     """Rows that end early do not change the tokens before, leave no message behind, and save the steps after."""
     with layout(**sizes) as topology:
-        engine = make_engine(FAMILIES["llama"], topology, micro_batch_size=1)
+        engine = make_engine(FAMILIES["llama"], topology, micro_batch_tokens=1)
         config = SamplerConfig(response_length=40, micro_batch_size=1)
         fixed = Sampler(engine, config, prompt_length=P, seed=1).sample(make_prompts(5))
         eos = int(fixed.tokens[0, P + 3])
@@ -222,7 +209,7 @@ def stopping(sizes):
 @pytest.mark.parametrize("sizes", [{}, dict(pipeline=2)], ids=str)
 def test_stop_at_eos(ranks, sizes):
     for eos, fixed, rollouts, counts in ranks.run(sizes.get("pipeline", 1), stopping, sizes):
-        assert counts[0] == 16  # of 40: looked at after 16
+        assert counts[0] == 4  # of 40: the first ends after 4, and a pipeline looks every 4
         for rollout in rollouts:
             for row, (tokens, mask) in enumerate(zip(rollout.tokens, rollout.mask, strict=True)):
                 whole = fixed.tokens[row, P:].tolist()
@@ -232,6 +219,202 @@ def test_stop_at_eos(ranks, sizes):
                 assert torch.equal(rollout.logprobs[row, :length], fixed.logprobs[row, :length])
                 assert not rollout.logprobs[row, length:].any()
                 assert torch.equal(rollout.segments[row, P:] > 0, mask)
+
+
+# ----------------------------------------------------------------------------------------------- slots and refills
+
+# Few tokens, so that one of them ends responses everywhere.
+TINY = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=12, init_std=0.2)
+REFILLED = {
+    "llama": dataclasses.replace(LLAMA, **TINY, num_query_groups=2),
+    "llama 6": dataclasses.replace(LLAMA, **TINY | dict(num_layers=6), num_query_groups=2),  # for three stages
+    "gpt2": dataclasses.replace(GPT2, **TINY, num_query_groups=4),
+}
+PROMPTS, LONG, EOS = 10, 14, 5  # LONG: of a response
+SIZES = {"mixed": (1, P), "one": (1, 1), "full": (P, P)}
+
+
+def few_prompts(kind: str) -> Prompts:
+    """Prompts of 1 to P tokens, all of 1, or all of P."""
+    generator = torch.Generator().manual_seed(3)
+    least, most = SIZES[kind]
+    sizes = torch.randint(least, most + 1, (PROMPTS,), generator=generator)
+    sizes[1], sizes[4] = least, most
+    valid = torch.arange(P) >= (P - sizes)[:, None]
+    tokens = torch.randint(0, 12, (PROMPTS, P), generator=generator).masked_fill(~valid, 12)
+    return Prompts(tokens=tokens, valid=valid, sequence_ids=torch.arange(PROMPTS), prompt_ids=torch.arange(PROMPTS))
+
+
+def refills(cases):
+    """[(family, kind of prompts, samples a prompt, slots, order, ParallelConfig fields)] -> (sequence ids, lengths in
+    the order of the rows, responses by id, tokens sampled in each step, what Engine.forward and the sampler without a
+    cache say of some)."""
+    results = []
+    for family, kind, samples, slots, order, sizes in cases:
+        with layout(**sizes) as topology:
+            engine = make_engine(REFILLED[family], topology, micro_batch_tokens=150)
+            config = SamplerConfig(
+                response_length=LONG, micro_batch_size=slots, samples_per_prompt=samples, stop_at_eos=True
+            )
+            options = dict(seed=4, eos_id=EOS, with_entropy=True)
+            rows = torch.arange(PROMPTS).chunk(topology.data_size)[topology.data_rank]
+            if order == "shuffled":
+                rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(8))]
+            prompts, counts = few_prompts(kind).select(rows), []
+            sampler = Sampler(engine, config, prompt_length=P, **options)
+            rollout = sampler.sample(prompts, on_tokens=counts.append)
+
+            count = min(len(rollout), 12)
+            some, few = rollout.select(slice(0, count)), prompts.select(slice(0, -(-count // samples)))
+            slow = sample_without_cache(engine, few, config, **options).select(slice(0, count))
+            trainer = engine.forward(some, with_entropy=True)
+            agree = {
+                "cache tokens": 0.0 if torch.equal(some.tokens, slow.tokens) else 1.0,
+                "cache logprobs": gap(some.logprobs, slow.logprobs),
+                "forward logprobs": gap(some.logprobs, trainer["logprobs"]),
+                "forward entropy": gap(some.entropy, trainer["entropy"]),
+            }
+            order = rollout.sequence_ids.argsort()
+            named = {name: getattr(rollout, name)[order] for name in ("mask", "entropy", "segments")}
+            tokens, logprobs = by_id(rollout)
+            results.append((rollout.sequence_ids, rollout.mask.sum(1).tolist(),
+                            named | {"tokens": tokens, "logprobs": logprobs}, counts, agree))  # fmt: skip
+    return results
+
+
+TRUTHS = [("llama", "mixed", 1), ("llama", "mixed", 4), ("llama", "one", 4), ("llama", "full", 1), ("gpt2", "mixed", 4),
+          ("llama 6", "mixed", 4)]  # fmt: skip
+SEQUENCE = dict(tensor=2, pipeline=2, sequence=True)
+REFILLS = {
+    1: [("llama", "mixed", 1, 4, "forward", {}), ("llama", "mixed", 1, 64, "shuffled", {}),
+        ("llama", "mixed", 4, 16, "shuffled", {}), ("llama", "mixed", 4, 1, "forward", {}),
+        ("llama", "one", 4, 3, "forward", {}), ("llama", "full", 1, 4, "shuffled", {}),
+        ("gpt2", "mixed", 4, 7, "shuffled", {})],
+    2: [("llama", "mixed", 4, 4, "shuffled", dict(tensor=2)), ("llama", "mixed", 1, 64, "shuffled", dict(tensor=2)),
+        ("llama", "mixed", 4, 3, "forward", dict(tensor=2, sequence=True)),
+        ("llama", "one", 4, 16, "shuffled", dict(tensor=2, sequence=True)),
+        ("llama", "mixed", 4, 4, "forward", dict(pipeline=2)), ("gpt2", "mixed", 4, 5, "shuffled", dict(pipeline=2)),
+        ("llama", "full", 1, 1, "forward", dict(pipeline=2)),
+        ("llama", "mixed", 4, 4, "shuffled", dict(pipeline=2, virtual_pipeline=2)),
+        ("llama", "mixed", 1, 64, "forward", dict(pipeline=2, virtual_pipeline=2)),
+        ("llama", "mixed", 1, 2, "forward", {})],
+    3: [("llama 6", "mixed", 4, 4, "shuffled", dict(pipeline=3)),
+        ("llama 6", "mixed", 4, 3, "forward", dict(pipeline=3, virtual_pipeline=2))],
+    4: [("llama", "mixed", 4, 4, "forward", dict(pipeline=4)), ("llama", "mixed", 1, 16, "shuffled", dict(pipeline=4)),
+        ("llama", "mixed", 4, 3, "shuffled", SEQUENCE), ("llama", "one", 4, 5, "forward", SEQUENCE),
+        ("llama", "mixed", 1, 1, "forward", dict(tensor=2, pipeline=2)),
+        ("llama", "full", 1, 2, "forward", dict(pipeline=2))],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refilled_truth(ranks):
+    """Of one rank with a slot for each row."""
+    found = {}
+    (answers,) = ranks.run(1, refills, [(*which, PROMPTS * which[2], "forward", {}) for which in TRUTHS])
+    for (family, kind, samples), (ids, lengths, named, counts, agree) in zip(TRUTHS, answers, strict=True):
+        assert torch.equal(ids, torch.arange(PROMPTS * samples))
+        assert len(set(lengths)) > 3 + samples, lengths  # they end at many places
+        assert counts == [sum(length > step for length in lengths) for step in range(LONG)]
+        assert max(agree.values()) < 1e-5, agree
+        found[family, kind, samples] = named
+    return found
+
+
+def makespan(lengths: list[int], slots: int) -> int:
+    """Steps of rows that start in their order, each in the slot that is free first."""
+    free = [0] * slots
+    for length in lengths:
+        free[free.index(min(free))] += length
+    return max(free)
+
+
+@pytest.mark.parametrize("world_size", REFILLS)
+def test_refilled_slots_give_the_same_responses(ranks, refilled_truth, world_size):
+    answers = ranks.run(world_size, refills, REFILLS[world_size])
+    for number, case in enumerate(REFILLS[world_size]):
+        family, kind, samples, slots, _, sizes = case
+        truth, seen = refilled_truth[family, kind, samples], set()
+        for answer in answers:  # every rank
+            ids, lengths, named, counts, agree = answer[number]
+            order = ids.sort().values
+            seen |= set(ids.tolist())
+            for name in ("tokens", "mask", "segments"):
+                assert torch.equal(named[name], truth[name][order]), (case, name)
+            for name in ("logprobs", "entropy"):
+                assert gap(named[name], truth[name][order]) < 1e-5, (case, name)
+            assert max(agree.values()) < 1e-5, (case, agree)
+
+            tensor, stages = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+            parts = tensor if sizes.get("sequence") else 1
+            together = stages * -(-slots // parts) * parts
+            waves = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+            if stages == 1:  # an end is seen at once
+                assert sum(counts) == sum(lengths), case
+                assert len(counts) == makespan(lengths, together), case
+            else:  # ... or up to 3 steps later
+                late = [min(length + 3, LONG) for length in lengths]
+                assert sum(lengths) <= sum(counts) <= sum(late), case
+                assert sum(lengths) / together <= len(counts) <= sum(late) / together + max(late), case
+            assert max(counts) <= together and min(counts) > 0, case
+            if len(waves) > 2 and together > 1:
+                assert len(counts) < sum(map(max, waves)), case
+        assert seen == set(range(PROMPTS * samples)), case
+
+
+def in_lockstep(cases):
+    """[(ParallelConfig fields, in lockstep)] -> (sequence ids, responses, forward passes of each of this rank's layers,
+    tokens sampled in each step); the ranks have different numbers of prompts."""
+    results = []
+    for sizes, lockstep in cases:
+        with layout(**sizes) as topology:
+            engine = make_engine(REFILLED["llama"], topology)
+            config = SamplerConfig(response_length=LONG, micro_batch_size=3, samples_per_prompt=2, stop_at_eos=True)
+            sampler = Sampler(
+                engine, config, prompt_length=P, seed=4, eos_id=EOS, lockstep=topology.data_group if lockstep else None
+            )
+            layers = [layer for module in engine.modules for layer in module.decoder.layers]
+            passes, counts = [0] * len(layers), []
+
+            def count(number, passes=passes):
+                passes[number] += 1
+
+            for number, layer in enumerate(layers):
+                layer.register_forward_hook(lambda *_, number=number, count=count: count(number))
+            rows = (slice(0, 3), slice(3, PROMPTS))[topology.data_rank]
+            rollout = sampler.sample(few_prompts("mixed").select(rows), on_tokens=counts.append)
+            results.append((rollout.sequence_ids, rollout.tokens[:, P:], passes, counts))
+    return results
+
+
+LOCKSTEP = {
+    2: [({}, True), ({}, False)],
+    4: [(dict(pipeline=2), True), (dict(tensor=2, sequence=True), True), (dict(pipeline=2, virtual_pipeline=2), True)],
+}
+
+
+@pytest.mark.parametrize("world_size", LOCKSTEP)
+def test_ranks_in_lockstep_run_the_same_forward_passes(ranks, world_size):
+    (alone,) = ranks.run(1, everything_at_once)
+    answers = ranks.run(world_size, in_lockstep, LOCKSTEP[world_size])
+    for number, (sizes, lockstep) in enumerate(LOCKSTEP[world_size]):
+        found = [answer[number] for answer in answers]
+        for ids, tokens, _, _ in found:
+            assert torch.equal(tokens, alone[ids]), (sizes, lockstep)
+        passes = {count for _, _, counts, _ in found for count in counts}
+        steps = {len(counts) for *_, counts in found}
+        assert (len(passes) == 1) == (len(steps) == 1) == lockstep, (sizes, lockstep, passes, steps)
+        if lockstep:  # one rank had nothing to do in the end
+            assert any(counts[-1] == 0 for *_, counts in found) and any(counts[-1] > 0 for *_, counts in found)
+
+
+def everything_at_once():
+    """All responses of the prompts above, on one rank."""
+    with layout() as topology:
+        engine = make_engine(REFILLED["llama"], topology)
+        config = SamplerConfig(response_length=LONG, micro_batch_size=64, samples_per_prompt=2, stop_at_eos=True)
+        sampler = Sampler(engine, config, prompt_length=P, seed=4, eos_id=EOS)
+        return sampler.sample(few_prompts("mixed")).tokens[:, P:]
 
 
 def drawn(options, vocab_size):
@@ -274,7 +457,7 @@ def greedy(sources):
     for source, ours in sources:
         with layout(tensor=torch.distributed.get_world_size()) as topology:
             engine = build(
-                "actor", Architecture.load(ours), topology, micro_batch_size=1, dtype="fp32"
+                "actor", Architecture.load(ours), topology, micro_batch_tokens=100, dtype="fp32"
             )  # fmt: skip
             checkpoint.load(engine, ours, weights_only=True)
             prompts = make_prompts(24)
@@ -326,7 +509,7 @@ def test_what_cannot_be_sampled_is_refused(fields, options, message):
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(response_length=0), dict(samples_per_prompt=0), dict(micro_batch_size=6, samples_per_prompt=4),
+    [dict(response_length=0), dict(samples_per_prompt=0), dict(micro_batch_size=0),
      dict(temperature=0.0)],
 )  # fmt: skip
 def test_bad_sizes_are_refused(fields):

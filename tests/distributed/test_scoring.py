@@ -51,7 +51,7 @@ def save_models(directory):
     with layout() as topology:
         tokenizer = load_tokenizer(directory / "tokenizer.model")
         for name, architecture, gain, bias in (("llama", LLAMA, 2.0, -1.0), ("gpt2", GPT2, 0.5, 3.0)):
-            engine = build("reward", architecture, topology, micro_batch_size=1, dtype="fp32", seed=5)
+            engine = build("reward", architecture, topology, micro_batch_tokens=1, dtype="fp32", seed=5)
             engine.modules[0].value_head.reward_gain.fill_(gain)
             engine.modules[0].value_head.reward_bias.fill_(bias)
 
@@ -67,13 +67,13 @@ def records_of(prompt_ids):
 
 
 def score(directory, config, cases):
-    """[(micro-batch size, options of the rollout, layout)] -> [(data rank, scores, mask, accepted)]."""
+    """[(rows of a micro-batch, options of the rollout, layout)] -> [(data rank, scores, mask, accepted)]."""
     results = []
     tokenizer = load_tokenizer(directory / "tokenizer.model")
     for micro, options, sizes in cases:
         with layout(**sizes) as topology:
             scorer = scoring.build_scorer(
-                config, topology, tokenizer, micro_batch_size=micro, dtype="fp32", records=records_of
+                config, topology, tokenizer, micro_batch_tokens=20 * micro, dtype="fp32", records=records_of
             )
             rollout = share(make_rollout(vocab=20, **options), topology)
             before = dataclasses.replace(rollout, segments=rollout.segments.clone(), mask=rollout.mask.clone())
@@ -89,7 +89,7 @@ def failure(directory, config, sizes):
         tokenizer = load_tokenizer(directory / "tokenizer.model")
         try:
             scorer = scoring.build_scorer(
-                config, topology, tokenizer, micro_batch_size=2, dtype="fp32", records=records_of
+                config, topology, tokenizer, micro_batch_tokens=40, dtype="fp32", records=records_of
             )
             scorer.score(share(make_rollout(), topology))
         except UserError as error:
@@ -120,7 +120,7 @@ def alone(directory, name, rollout):
     """Scores of a reward model by a bare forward pass over each row alone, without its padding."""
     with layout() as topology:
         architecture = {"llama": LLAMA, "gpt2": GPT2}[name]
-        engine = build("reward", architecture, topology, micro_batch_size=1, dtype="fp32")
+        engine = build("reward", architecture, topology, micro_batch_tokens=1, dtype="fp32")
         checkpoint.load(engine, directory / name / "checkpoints" / "step_00000001" / "reward", weights_only=True)
         scores = []
         for row in range(len(rollout)):
@@ -141,13 +141,13 @@ ADJUSTED = {  # clip, normalize, weight
 
 
 def score_batches(directory, config, cases):
-    """[(micro-batch size, layout)] -> [(data rank, the scores of two batches, a state on the way, metrics)]. The second
-    batch is scored by a Scorer that goes on from the first one's state."""
+    """[(rows of a micro-batch, layout)] -> [(data rank, the scores of two batches, a state on the way, metrics)]. The
+    second batch is scored by a Scorer that goes on from the first one's state."""
     results = []
     tokenizer = load_tokenizer(directory / "tokenizer.model")
     for micro, sizes in cases:
         with layout(**sizes) as topology:
-            options = dict(micro_batch_size=micro, dtype="fp32", records=records_of)
+            options = dict(micro_batch_tokens=20 * micro, dtype="fp32", records=records_of)
             found, state = [], {}
             for batch in batches():
                 scorer = scoring.build_scorer(config, topology, tokenizer, **options)
@@ -170,7 +170,7 @@ def every_token_alone(directory, rollout):
     """(B, R): the Llama's score at each response token, each row alone and without its padding."""
     scores = torch.zeros(rollout.mask.shape)
     with layout() as topology:
-        engine = build("reward", LLAMA, topology, micro_batch_size=1, dtype="fp32")
+        engine = build("reward", LLAMA, topology, micro_batch_tokens=1, dtype="fp32")
         checkpoint.load(engine, directory / "llama" / "checkpoints" / "step_00000001" / "reward", weights_only=True)
         for row in range(len(rollout)):
             real, count = rollout.segments[row] > 0, int(rollout.mask[row].sum())
@@ -358,7 +358,7 @@ def score_texts(directory, pairs):
     tokenizer = load_tokenizer(directory / "tokenizer.model")
     with layout() as topology:
         engine = scoring.load_reward_model(
-            str(directory / "llama"), topology=topology, micro_batch_size=1, dtype="fp32"
+            str(directory / "llama"), topology=topology, micro_batch_tokens=1, dtype="fp32"
         )
         scores = []
         for prompt, response in pairs:
@@ -376,7 +376,7 @@ def test_a_served_reward_model(ranks, directory, tmp_path):
     pairs.append(("", "the sea is slow"))
     (expected,) = ranks.run(1, score_texts, directory, pairs)
     assert max(expected) - min(expected) > 0.1
-    settings = dict(checkpoint=str(directory / "llama"), dtype="fp32", micro_batch_size=2, max_length=32)
+    settings = dict(checkpoint=str(directory / "llama"), dtype="fp32", micro_batch_tokens=20, max_length=32)
     with reward_server(tmp_path, **settings) as (url, _):
         remote = RemoteScorer(url, timeout=30, retries=0, batch_size=3)
         remote.check_health()

@@ -12,7 +12,8 @@ from megarlhf.batch import Prompts
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import build
 from tests import traffic
-from tests.distributed.layouts import ADAM, GPT2, LLAMA, examples, layout, share
+from tests.distributed import layouts
+from tests.distributed.layouts import ADAM, examples, layout, share
 
 # ------------------------------------------------------------------------------------------------------ planted
 
@@ -193,6 +194,8 @@ def test_a_circle_names_calls_and_lines(ranks):
 
 # ------------------------------------------------------------------------------------------------------ real runs
 
+FEW = 12  # tokens, so that one of them ends responses everywhere
+LLAMA, GPT2 = (dataclasses.replace(architecture, vocab_size=FEW) for architecture in (layouts.LLAMA, layouts.GPT2))
 DEEP = dataclasses.replace(LLAMA, num_layers=8)
 LAYOUTS = [
     (LLAMA, dict(tensor=2, pipeline=2, sequence=True)),
@@ -204,21 +207,31 @@ LAYOUTS = [
 
 
 def train(engine) -> None:
-    engine.step(share(examples(rows=16), engine.topology), sft_loss)
-    rows = share(examples(rows=16, seed=1), engine.topology)
+    engine.step(share(examples(rows=16, vocab=FEW), engine.topology), sft_loss)
+    rows = share(examples(rows=16, vocab=FEW, seed=1), engine.topology)
     engine.forward(rows)
     engine.forward(rows.select(slice(3)))
 
 
 def sample(engine) -> None:
-    """Two waves; responses that may end early."""
-    tokens = torch.randint(0, 503, (6, 8), generator=torch.Generator().manual_seed(3))
+    """Responses that end early and leave their slots to others; data-parallel ranks, which have different ones, in
+    lockstep."""
+    topology = engine.topology
+    generator = torch.Generator().manual_seed(3 + topology.data_rank)
+    rows = 6 - topology.data_rank
+    valid = torch.arange(8) >= 8 - torch.randint(1, 9, (rows, 1), generator=generator)
     prompts = Prompts(
-        tokens=tokens, valid=torch.ones_like(tokens, dtype=torch.bool), sequence_ids=torch.arange(6),
-        prompt_ids=torch.arange(6),
+        tokens=torch.randint(0, FEW, (rows, 8), generator=generator), valid=valid, sequence_ids=torch.arange(rows),
+        prompt_ids=torch.arange(rows),
     )  # fmt: skip
-    config = SamplerConfig(response_length=18, micro_batch_size=2, stop_at_eos=True)
-    Sampler(engine, config, prompt_length=8, eos_id=0).sample(prompts)
+    config = SamplerConfig(response_length=18, micro_batch_size=2, stop_at_eos=True, samples_per_prompt=3)
+    sampler = Sampler(
+        engine, config, prompt_length=8, eos_id=0, lockstep=topology.data_group if topology.data_size > 1 else None
+    )
+    steps = []
+    lengths = sampler.sample(prompts, on_tokens=steps.append).mask.sum(1).tolist()
+    assert len(set(lengths)) > 4, lengths
+    assert topology.data_size > 1 or len(steps) < 18 * 3 * rows / (2 * topology.parallel.pipeline), len(steps)
 
 
 def runs(cases):
@@ -226,7 +239,7 @@ def runs(cases):
     found = []
     for architecture, sizes in cases:
         with layout(**sizes) as topology, traffic.recorded() as log:
-            engine = build("actor", architecture, topology, micro_batch_size=2, dtype="fp32", optimizer=ADAM)
+            engine = build("actor", architecture, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
             for part in (train, sample, train):
                 part(engine)
         found.append((check(log), {entry.function[0] for entry in log if isinstance(entry, traffic.Call)}))

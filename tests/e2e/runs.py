@@ -38,7 +38,7 @@ def prepare(directory: Path, **changes) -> Path:
         "data": {"train": str(directory / "train.jsonl"), "validation": str(directory / "validation.jsonl"),
                  "max_length": 64},
         "optimizer": {"lr": 1e-2},
-        "training": {"global_batch_size": 8, "micro_batch_size": 4, "steps": 8, "evaluate_every": 4},
+        "training": {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": 8, "evaluate_every": 4},
         "checkpoint": {"every": 2},
     }  # fmt: skip
     for key, value in changes.items():

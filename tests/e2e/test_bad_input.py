@@ -28,7 +28,16 @@ ONE_RANK = {
     "no such data": (["data.train=/no/such.jsonl"], "/no/such.jsonl: cannot read the examples (No such file"),
     "no such tokenizer": (["tokenizer=/no/such/tokenizer"], "/no/such/tokenizer: no such tokenizer; give a"),
     "vocabulary": (["model.architecture.vocab_size=100"], "the model's vocabulary has 100 entries; use the tokenizer"),
-    "batch": (["training.micro_batch_size=3"], "training.global_batch_size: 8 is not a multiple of micro_batch_size 3"),
+    "batch": (["training.global_batch_size=0"], "training.global_batch_size: must be at least 1, not 0"),
+    "micro-batch": (["training.micro_batch_tokens=0"], "training.micro_batch_tokens: must be at least 1, not 0"),
+    "old micro-batch": (
+        ["training.micro_batch_tokens=null", "training.micro_batch_size=0"],
+        "training.micro_batch_size: must be at least 1, not 0",
+    ),
+    "micro-batch twice": (
+        ["training.micro_batch_size=4"],
+        "training.micro_batch_size: is the old name of micro_batch_tokens, which is given too; remove it",
+    ),
     "sequence parallelism": (["parallel.sequence=true"], "parallel.sequence: splits the sequence over tensor-parallel"),
     "context parallelism": (["parallel.context=2"], "parallel.context: context parallelism is not supported yet"),
     "ranks": (["parallel.pipeline=2"], "1 ranks cannot be divided by tensor 1 x pipeline 2 = 2; start a multiple of 2"),
@@ -45,8 +54,8 @@ ONE_RANK = {
         "data.max_length: rows of 65 tokens are longer than the model's 64 positions",
     ),
     "memory": (
-        ["training.micro_batch_size=4000000000", "training.global_batch_size=4000000000"],
-        "a micro-batch of 4,000,000,000 rows of 64 tokens, and no device has more than",
+        ["training.micro_batch_tokens=256000000000", "training.global_batch_size=4000000000"],
+        "a micro-batch of 256,000,000,000 tokens, and no device has more than",
     ),
     "rotary_percent": (["model.architecture.rotary_percent=3"], "rotary_percent: must be above 0 and at most 1, not 3"),
     "odd rotary": (["model.architecture.rotary_percent=0.5", "model.architecture.head_dim=6"], "channels are 3"),

@@ -44,9 +44,8 @@ def sequences(tokens):
 
 
 def policy_of(engine):
-    """The probabilities of all responses, (V,) float64; in a whole micro-batch."""
-    tokens = torch.arange(engine.micro_batch_size) % len(WORDS)
-    return engine.forward(sequences(tokens))["logprobs"][: len(WORDS), 0].double().exp()
+    """The probabilities of all responses, (V,) float64."""
+    return engine.forward(sequences(torch.arange(len(WORDS))))["logprobs"][:, 0].double().exp()
 
 
 def best_of(reference):
@@ -57,7 +56,7 @@ def learned(estimator, sizes):
     """The total variation between the optimum and what Engine.step makes of the reference, before and after."""
     config = PPOConfig(kl=KLConfig(estimator=estimator), **PPO)
     with layout(**sizes) as topology:
-        options = dict(micro_batch_size=ROWS // topology.data_size, dtype="fp32", seed=SEED, total_steps=UPDATES)
+        options = dict(micro_batch_tokens=3 * ROWS // topology.data_size, dtype="fp32", seed=SEED, total_steps=UPDATES)
         reference = build("reference", Architecture(**MODEL), topology, **options)
         actor = build("actor_critic", Architecture(**MODEL), topology, optimizer=OptimizerConfig(**ADAM), **options)
         best, generator = best_of(reference), torch.Generator().manual_seed(0)
@@ -93,7 +92,7 @@ def test_engine_steps_reach_the_optimum(ranks, estimator):
 def distance_of(run):
     """That of the policy that a run has saved."""
     with layout() as topology:
-        options = dict(micro_batch_size=len(WORDS), dtype="fp32", seed=SEED)
+        options = dict(micro_batch_tokens=3 * len(WORDS), dtype="fp32", seed=SEED)
         reference, actor = (build(role, Architecture(**MODEL), topology, **options) for role in ("reference", "actor"))
         checkpoint.load(actor, find_model(str(run)), weights_only=True)
         return distance(policy_of(actor), best_of(reference))
@@ -122,7 +121,7 @@ def test_the_program_reaches_the_optimum(ranks, tmp_path, estimator):
         "scoring": {"sources": [{"function": f"{ROOT}/tests/e2e/bandit_judge.py:score"}]},
         "ppo": {**PPO, "kl": {"coef": BETA, "estimator": estimator}},
         "critic": {"kind": "shared"},
-        "training": {"steps": UPDATES, "batch_size": ROWS, "epochs": 1, "micro_batch_size": ROWS},
+        "training": {"steps": UPDATES, "batch_size": ROWS, "epochs": 1, "micro_batch_tokens": 3 * ROWS},
         "optimizer": {**ADAM, "betas": list(ADAM["betas"])},
     }  # fmt: skip
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(settings))

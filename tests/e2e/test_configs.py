@@ -76,26 +76,25 @@ def reduced(settings: Any) -> tuple[list[str], int]:
     small = dataclasses.replace(parallel, tensor=min(parallel.tensor, 2), pipeline=min(parallel.pipeline, 4))
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     data = 2 if overlaps and 2 * small.model <= 8 else 1
-    micro_batches = math.lcm(2, small.micro_batch_multiple)  # a rank and update
     values: dict[str, Any] = {"parallel.tensor": small.tensor, "parallel.pipeline": small.pipeline}
     values |= {"training.steps": 1, "optimizer.warmup_steps": min(settings.optimizer.warmup_steps, 1)}
     if isinstance(settings, OnlineRunConfig):
-        micro = settings.sampler.samples_per_prompt
+        samples = settings.sampler.samples_per_prompt
         values |= {
             "prompts.length": 8,
             "sampler.response_length": 8,
-            "sampler.micro_batch_size": 2 * micro,
-            "training.micro_batch_size": micro,
-            "training.batch_size": data * micro_batches * micro * settings.training.minibatches,
+            "sampler.micro_batch_size": 2 * samples,
+            "training.micro_batch_tokens": 16 * samples,
+            "training.batch_size": data * 2 * samples * settings.training.minibatches,
         }
         if settings.ptx is not None:
-            values |= {"ptx.batch_size": data * micro_batches * micro, "ptx.data.max_length": 16}
+            values |= {"ptx.batch_size": data * 2 * samples, "ptx.data.max_length": 16}
     else:
-        micro = getattr(settings.data, "num_responses", 1)
+        together = getattr(settings.data, "num_responses", 1)
         values |= {
             "data.max_length": 48,
-            "training.micro_batch_size": micro,
-            "training.global_batch_size": data * micro_batches * micro,
+            "training.micro_batch_tokens": 48 * together,
+            "training.global_batch_size": data * 2 * together,
         }
         if getattr(settings, "normalization", None) is not None:
             values |= {f"normalization.{key}": 8 for key in ("prompts.length", "response_length", "samples")}
@@ -129,7 +128,7 @@ def save_models(directory: Path, depths: list[int]) -> None:
 
         with layout() as topology:
             models = {
-                role: build(role, architecture, topology, micro_batch_size=1, dtype="fp32")
+                role: build(role, architecture, topology, micro_batch_tokens=1, dtype="fp32")
                 for role in ("actor", "reward")
             }
             Checkpoints(directory / "saved" / str(layers), CheckpointConfig()).save(1, models, {}, write)
@@ -196,5 +195,5 @@ def test_the_reduction_keeps_what_matters(tmp_path):
         kept = dataclasses.replace(smaller.parallel, tensor=tensor, pipeline=8)
         assert kept == settings.parallel
         assert smaller.parallel.pipeline == 4 and smaller.parallel.data(world_size) == data and world_size == 8
-        share = smaller.training.micro_batch_size * data * smaller.training.minibatches
-        assert smaller.training.batch_size % share == 0 and smaller.training.batch_size // share % 4 == 0
+        share = smaller.training.micro_batch_tokens // 16 * data * smaller.training.minibatches
+        assert smaller.training.batch_size == 2 * share and share % 4 == 0

@@ -76,7 +76,6 @@ def test_generate(model):
         ("out={model}/" + "x" * 250, "xxx cannot be written (File name too long)"),  # with .partial behind it
         ("prompts.path=/no/such.jsonl", "/no/such.jsonl: cannot read"),
         ("sampler.top_p=0", "sampler.top_p: must be in (0, 1]"),
-        ("sampler.samples_per_prompt=5", "sampler.micro_batch_size: 6 is not a multiple of samples_per_prompt 5"),
         ("parallel.tensor=8", "cannot be divided by tensor 8"),
     ],
 )

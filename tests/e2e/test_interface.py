@@ -107,7 +107,7 @@ def path(straight, tmp_path_factory) -> Path:
         "scoring": {"sources": [{"function": f"{ROOT}/tests/e2e/judge.py:score"}]},
         "better_half": {},
         "average": 0.999,
-        "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 1, "micro_batch_size": 4},
+        "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 1, "micro_batch_tokens": 96},
         "optimizer": {"lr": 1e-3, "eps": 1e-4, "schedule": "constant"},
         "checkpoint": {"every": 2},
     }
@@ -235,7 +235,7 @@ def test_an_offline_loss_reads_a_reference(ranks, tmp_path):
     """A model stays at a reference that it equals, row by row, and comes nearer to another one; in any layout."""
     path = prepare(tmp_path, seed=3)
     runs = {
-        1: {"same": ([], 3), "one": ([], 4), "micro": (["training.micro_batch_size=1"], 4)},
+        1: {"same": ([], 3), "one": ([], 4), "micro": (["training.micro_batch_tokens=1"], 4)},
         2: {"tp2": (["parallel.tensor=2"], 4), "dp2": ([], 4)},
     }
     for world_size, cases in runs.items():

@@ -1,6 +1,6 @@
-"""Whole programs under many layouts: reward with its normalisation, PPO and generate give the numbers of one rank with
-three and four pipeline stages, the interleaved schedule, four tensor ranks, all kinds of parallelism at once, several
-samples a prompt and overlapped communication. A run that four stages wrote goes on under any other layout."""
+"""Whole programs under many layouts: reward with its normalisation, PPO, REINFORCE and generate give the numbers of one
+rank with three and four pipeline stages, the interleaved schedule, four tensor ranks, all kinds of parallelism at once,
+several samples a prompt and overlapped communication. A run that four stages wrote goes on under any other layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SIZES = dict(num_layers=12, hidden_size=48, ffn_hidden_size=72, num_attention_he
              vocab_size=300, init_std=0.1)  # fmt: skip
 MODELS = {"llama": dataclasses.replace(LLAMA, **SIZES), "gpt2": dataclasses.replace(GPT2, **SIZES)}
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
-# number of ranks: {name: (parallel, micro-batch size, models)}. A batch has 24 rows.
+# number of ranks: {name: (parallel, rows of a micro-batch, models)}. A batch has 24 rows.
 LAYOUTS = {
     1: {"one": ({}, 12, "llama gpt2")},
     2: {
-        "pp2 vp2": (dict(pipeline=2, virtual_pipeline=2), 6, "llama"),
+        "pp2 vp2": (dict(pipeline=2, virtual_pipeline=2), 5, "llama"),
         "dp2 overlap": (OVERLAP, 6, "gpt2"),
     },
     3: {
@@ -48,20 +48,26 @@ LAYOUTS = {
         "pp4 dp2 overlap": (dict(pipeline=4, **OVERLAP), 4, "gpt2"),
     },
 }
+REINFORCE = ("one", "pp3 vp2", "pp4", "tp2 pp2 dp2")  # the layouts of `megarlhf rl`
 NAMES = {name: size for size, named in LAYOUTS.items() for name in named}
 
 
 def save_model(directory, family):
-    """A random model with its tokenizer, where `megarlhf sft` would have left one."""
+    """A random model with its tokenizer, where `megarlhf sft` would have left one. That of REINFORCE ends its responses
+    at many places."""
     from megarlhf.data.tokenizer import load_tokenizer
     from megarlhf.models.build import build
 
+    tokenizer = load_tokenizer(directory / "reviews.model")
+    architecture = MODELS["llama" if family == "ending" else family]
     with layout() as topology:
-        engine = build("actor", MODELS[family], topology, micro_batch_size=1, dtype="fp32", seed=3)
+        engine = build("actor", architecture, topology, micro_batch_tokens=1, dtype="fp32", seed=3)
+        if family == "ending":  # EOS has often the highest logit, and often the lowest
+            engine.modules[0].output_layer.weight.data[tokenizer.eos_id] *= 6
 
         def write(path):
-            MODELS[family].save(path / "actor")
-            load_tokenizer(directory / "reviews.model").save(path / "tokenizer")
+            architecture.save(path / "actor")
+            tokenizer.save(path / "tokenizer")
 
         Checkpoints(directory / family, CheckpointConfig()).save(1, {"actor": engine}, {}, write)
 
@@ -84,16 +90,17 @@ def directory(ranks, tmp_path_factory) -> Path:
 
 
 def prepare(ranks, path: Path) -> Path:
-    """Models, data, and the configurations of the three programs: Llama with a critic of its own, and GPT-2 (tied
-    embeddings, learned positions) with everything that is optional."""
+    """Models, data, and the configurations of the programs: PPO of Llama with a critic of its own, and of GPT-2 (tied
+    embeddings, learned positions) with everything that is optional; and REINFORCE with three kinds of scores."""
     runs.prepare(path)
     reviews = runs.reviews
-    for family in MODELS:
+    for family in (*MODELS, "ending"):
         ranks.run(1, save_model, path, family)
     prompts = [{"prompt": review.prompt} for review in reviews.reviews(31, seed=5)]
     pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
              for prompt, better, worse in reviews.preferences(29, seed=6)]  # fmt: skip
-    for name, rows in (("prompts", prompts), ("pairs", pairs)):
+    questions = [{"question": row["prompt"], "answer": str(number)} for number, row in enumerate(prompts)]
+    for name, rows in (("prompts", prompts), ("pairs", pairs), ("questions", questions)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     optimizer = {"lr": 1e-3, "eps": 1e-4, "schedule": "linear"}
     draw = {"response_length": 4, "stop_at_eos": True, "temperature": 0.8}
@@ -116,7 +123,7 @@ def prepare(ranks, path: Path) -> Path:
         "checkpoint": {"every": 1},
         "log": {"samples": 24, "samples_every": 1},
     }  # fmt: skip
-    text = {"train": str(path / "train.jsonl"), "max_length": 12}
+    text = {"train": str(path / "train.jsonl"), "max_length": 20}
     optional = {
         "critic": {"kind": "shared"}, "average": 0.5, "reference": {"on_host": True},
         "ptx": {"data": text, "coef": 0.5, "batch_size": 24}, "ppo": {"kl": {"estimator": "exact"}},
@@ -128,6 +135,21 @@ def prepare(ranks, path: Path) -> Path:
             "checkpoint": str(path / f"{family} one"), "out": "", "dtype": "fp32", "prompts": ask,
             "sampler": draw | {"samples_per_prompt": 2, "micro_batch_size": 4},
         })  # fmt: skip
+    judge = f"{ROOT}/tests/e2e/judge.py"
+    write(path / "rl.yaml", {
+        "run": "", "model": {"checkpoint": str(path / "ending"), "dtype": "fp32"},
+        "prompts": {"path": str(path / "questions.jsonl"), "prompt_key": "question", "length": 8},
+        "sampler": {"response_length": 8, "stop_at_eos": True, "samples_per_prompt": 2, "micro_batch_size": 2},
+        "scoring": {"sources": [
+            {"checkpoint": str(path / "reward one")},
+            {"function": f"{judge}:answers", "weight": 0.1},
+            {"function": f"{judge}:steps", "normalize": True, "clip": [-3, 5]},
+        ]},
+        "reinforce": {"kl": {"estimator": "exact", "controller": "adaptive", "horizon": 100}},
+        "training": {"steps": 4, "batch_size": 24, "epochs": 1, "minibatches": 2},
+        "optimizer": optimizer,
+        "log": {"samples": 24, "samples_every": 1},
+    })  # fmt: skip
     return path
 
 
@@ -139,11 +161,13 @@ def cases(directory: Path, name: str) -> list:
     """All programs under one layout, each from what one rank left."""
     sizes, micro, families = LAYOUTS[NAMES[name]][name]
     common = [f"parallel.{key}={json.dumps(value)}" for key, value in sizes.items()]
-    batches = [*common, f"training.micro_batch_size={micro}"]
+    batches = [*common, f"training.micro_batch_tokens={12 * micro}"]
     made = []
     for family in families.split():
         if family == "llama":
             made.append(("reward", directory / "reward.yaml", [*batches, f"run={directory / f'reward {name}'}"]))
+            if name in REINFORCE:
+                made.append(("rl", directory / "rl.yaml", [*batches, f"run={directory / f'rl {name}'}"]))
         ppo = [*batches, "sampler.micro_batch_size=6", f"run={directory / f'{family} {name}'}"]
         out = [*common, f"out={directory / f'{family} {name}.jsonl'}"]
         made += [
@@ -188,7 +212,8 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
         world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)], timeout=600
     )
     for name, (_, _, families) in LAYOUTS[world_size].items():
-        for run in [*families.split(), *(["reward"] if "llama" in families else [])]:
+        more = ["reward"] * ("llama" in families) + ["rl"] * (name in REINFORCE)
+        for run in [*families.split(), *more]:
             same(numbers(truth / f"{run} {name}"), numbers(truth / f"{run} one"), f"{run} {name}")
         for family in families.split():
             found, expected = (lines(truth / f"{family} {of}.jsonl") for of in (name, "one"))
@@ -198,6 +223,21 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
             rows = len(found) // 2  # of a step: those of the first data-parallel rank
             assert rows in (12, 24) and len(expected) == 2 * 24
             assert responses(found) == responses(expected[:rows] + expected[24 : 24 + rows]), (family, name)
+        if name in REINFORCE:
+            found, expected = (lines(truth / f"rl {of}" / "samples.jsonl") for of in (name, "one"))
+            rows = len(found) // 4
+            assert responses(found) == [text for step in range(4) for text in
+                                        responses(expected[24 * step : 24 * step + rows])], name  # fmt: skip
+
+
+def test_reinforce_has_what_it_needs(truth):
+    """Responses of many lengths, and scores that are clipped and are not."""
+    records, samples = numbers(truth / "rl one"), lines(truth / "rl one" / "samples.jsonl")
+    assert len(records) == 4 and len(samples) == 4 * 24
+    assert len({len(sample["response"]) for sample in samples}) > 8
+    assert all(record["objective/kl_exact"] > 0 for record in records[1:])
+    assert {sample["record"]["answer"] for sample in samples} == {str(number) for number in range(31)}
+    assert len({tuple(sample["scores"].items()) for sample in samples}) > 48
 
 
 def test_what_four_stages_wrote_goes_on_elsewhere(ranks, truth):
@@ -210,25 +250,20 @@ def test_what_four_stages_wrote_goes_on_elsewhere(ranks, truth):
         shutil.rmtree(run / "checkpoints" / "step_00000002")
         (run / "checkpoints" / "latest").write_text("step_00000001\n")
         overrides = [f"parallel.{key}={json.dumps(value)}" for key, value in sizes.items()]
-        overrides += [f"run={run}", "training.micro_batch_size=8", f"scoring={json.dumps(scoring)}"]
+        overrides += [f"run={run}", "training.micro_batch_tokens=96", f"scoring={json.dumps(scoring)}"]
         ranks.run(size, run_programs, [("ppo", truth / f"{family}.ppo.yaml", overrides)])
         same(numbers(run)[1:], numbers(truth / f"{family} one")[1:], f"{family} resumed")
 
 
 REFUSED = {  # on 2 ranks, before there is a process group
-    "ppo batch": ("ppo", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=8"],
-                  "training.batch_size: the interleaved schedule (parallel.virtual_pipeline) needs a multiple of 2 "
-                  "micro-batches a rank and update, not 3"),
-    "ptx batch": ("ppo", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=6", "ptx.batch_size=18"],
-                  "ptx.batch_size: the interleaved schedule"),
-    "reward batch": ("reward", ["pipeline=2", "virtual_pipeline=2"], ["training.micro_batch_size=8"],
-                     "training.global_batch_size: the interleaved schedule"),
+    "ppo batch": ("ppo", [], ["training.batch_size=21"],
+                  "training.batch_size: 21 is not a multiple of minibatches 1 x 2 data-parallel ranks = 2"),
+    "ptx batch": ("ppo", [], ["ptx.batch_size=9"], "ptx.batch_size: 9 is not a multiple of 2 data-parallel ranks"),
+    "ptx length": ("ppo", [], ["ptx.data.max_length=65"], "ptx.data.max_length: rows of 65 tokens are longer than"),
+    "reward batch": ("reward", [], ["training.global_batch_size=6"], "training.global_batch_size: 6 is not a multiple "
+                     "of 2 responses a prompt x 2 data-parallel ranks = 4"),
     "samples": ("reward", [], ["normalization.samples=9"],
                 "normalization.samples: 9 cannot be shared evenly by 2 data-parallel ranks"),
-    "ppo length": ("ppo", ["tensor=2", "sequence=true"], ["prompts.length=9"],
-                   "prompts.length: prompt and response of 13 tokens cannot be cut into parallel.tensor 2 equal parts"),
-    "normalization length": ("reward", ["tensor=2", "sequence=true"], ["normalization.response_length=5"],
-                             "normalization.prompts.length: prompt and response of 13 tokens cannot be cut"),
     "response length": ("reward", [], ["normalization.response_length=0"],
                         "normalization.response_length: must be at least 1, not 0"),
     "positions": ("reward", [], ["model.checkpoint=gpt2", "normalization.response_length=90"],
@@ -241,7 +276,7 @@ def test_what_a_layout_cannot_run_is_refused_before_it_starts(truth, monkeypatch
     program, sizes, more, message = REFUSED[name]
     monkeypatch.chdir(truth)  # where models are
     path = truth / ("gpt2.ppo.yaml" if program == "ppo" else "reward.yaml")
-    overrides = ["run=refused", "training.micro_batch_size=2", *(f"parallel.{size}" for size in sizes), *more]
+    overrides = ["run=refused", *(f"parallel.{size}" for size in sizes), *more]
     with pytest.raises(UserError) as caught:
         found = cli.find(program)
         found.check(found.load(path, overrides), 2)

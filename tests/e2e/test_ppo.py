@@ -50,7 +50,7 @@ def settings(straight, tmp_path_factory) -> Path:
         "normalization": {"prompts": {"path": str(directory / "prompts.jsonl"), "length": 16}, "samples": 64,
                           "response_length": 16},
         "optimizer": {"lr": 3e-3},
-        "training": {"global_batch_size": 32, "micro_batch_size": 16, "steps": 6, "evaluate_every": 6},
+        "training": {"global_batch_size": 32, "micro_batch_tokens": 1024, "steps": 6, "evaluate_every": 6},
         "checkpoint": {"every": 2},
     }  # fmt: skip
     (directory / "reward.yaml").write_text(yaml.safe_dump(reward))
@@ -64,7 +64,7 @@ def settings(straight, tmp_path_factory) -> Path:
         "scoring": {"sources": [{"checkpoint": str(directory / "reward")},
                                 {"function": f"{ROOT}/tests/e2e/judge.py:score", "weight": 0.5}]},
         "ppo": {"kl": {"controller": "adaptive", "horizon": 200}, "whiten_rewards": True},
-        "training": {"steps": 5, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_size": 4},
+        "training": {"steps": 5, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_tokens": 112},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "checkpoint": {"every": 2},
         "log": {"samples": 2, "samples_every": 2},
@@ -92,10 +92,10 @@ def run_ppo(path, cases):
 
 
 LAYOUTS = {
-    1: {"one": [], "micro": ["training.micro_batch_size=1", "sampler.micro_batch_size=2"]},
+    1: {"one": [], "micro": ["training.micro_batch_tokens=1", "sampler.micro_batch_size=2"]},
     2: {
         "tp2": ["parallel.tensor=2", "parallel.sequence=true"],
-        "pp2": ["parallel.pipeline=2", "training.micro_batch_size=2"],
+        "pp2": ["parallel.pipeline=2", "training.micro_batch_tokens=56"],
         "dp2": [],
     },
     4: {"tp2pp2": ["parallel.tensor=2", "parallel.pipeline=2"]},
@@ -104,7 +104,7 @@ LAYOUTS = {
 
 def extras(settings):
     """Everything that is optional, at once."""
-    text = {"train": str(settings.parent / "text.jsonl"), "max_length": 28}
+    text = {"train": str(settings.parent / "text.jsonl"), "max_length": 40}
     rows = [json.dumps({"text": review.prompt + review.response}) for review in reviews.reviews(40, seed=7)]
     Path(text["train"]).write_text("\n".join(rows) + "\n")
     return [
@@ -167,7 +167,7 @@ def test_kill_9_and_resume_is_bit_identical(settings, tmp_path):
 def test_the_score_rises(settings, tmp_path, ranks):
     """Against the true judge alone, in a few steps."""
     overrides = [
-        f"run={tmp_path / 'run'}", "training.steps=12", "training.batch_size=64", "training.micro_batch_size=32",
+        f"run={tmp_path / 'run'}", "training.steps=12", "training.batch_size=64", "training.micro_batch_tokens=896",
         "sampler.micro_batch_size=32", "optimizer.lr=3e-3", "ppo.whiten_rewards=false",
         f"scoring.sources=[{{function: '{ROOT}/tests/e2e/judge.py:score'}}]",
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_the_score_rises(settings, tmp_path, ranks):
     curve = [record["objective/scores"] for record in records(tmp_path / "run")]
     assert sum(curve[-3:]) / 3 > curve[0] + 0.2, curve
     gates = [key for key in records(tmp_path / "run")[0] if key.startswith("gate/")]
-    assert sorted(gates) == ["gate/micro_batch", "gate/padding", "gate/ratio", "gate/reference", "gate/sampler"]
+    assert sorted(gates) == ["gate/micro_batch", "gate/ratio", "gate/reference", "gate/sampler"]
 
 
 def run_refused(path, overrides, break_it):
@@ -183,28 +183,27 @@ def run_refused(path, overrides, break_it):
     import megarlhf.models.attention as attention
     from megarlhf.cluster import parallel
 
-    plain = attention.Attention.forward
+    plain = attention.over_spans
 
-    def causal(self, query, key, value, mask, **more):  # what TE's causal attention would do with left-padded rows
-        length = len(key)
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)[-mask.shape[2] :]
-        return plain(self, query, key, value, later.expand_as(mask), **more)
+    def causal(query, key, value, spans, **more):  # what a kernel would do that knows nothing of rows
+        total = spans.num_real
+        return plain(query, key, value, attention.Spans((total,), torch.tensor([0, total])), **more)
 
-    if break_it == "mask":
-        attention.Attention.forward = causal
+    if break_it == "bounds":
+        attention.over_spans = causal
     try:
         run_ppo(path, [overrides])
     except UserError as error:
         return str(error)
     finally:
-        attention.Attention.forward = plain
+        attention.over_spans = plain
         parallel.stop()
     return None
 
 
 def test_gate_and_guard(ranks, settings, straight, tmp_path):
     sft, _ = straight
-    (message,) = ranks.run(1, run_refused, settings, [f"run={tmp_path / 'a'}"], "mask")
+    (message,) = ranks.run(1, run_refused, settings, [f"run={tmp_path / 'a'}"], "bounds")
     assert message.startswith("step-0 gate: ") and "tolerance" in message
     other = f"reference.checkpoint={sft / 'checkpoints' / 'step_00000006'}"
     (message,) = ranks.run(1, run_refused, settings, [f"run={tmp_path / 'b'}", other], None)
@@ -225,7 +224,7 @@ def test_gate_and_guard(ranks, settings, straight, tmp_path):
 
 
 BAD = {
-    "batch": (["training.batch_size=18"], "training.batch_size: 18 is not a multiple of minibatches 2 x micro"),
+    "batch": (["training.batch_size=17"], "training.batch_size: 17 is not a multiple of minibatches 2 x 1 data"),
     "dropout": (["model.dropout=0.1"], "model.dropout: must be 0"),
     "position": (["ppo.score_position=last"], "ppo.score_position: 'last' is the last token of the fixed length"),
     "preset": (["preset=openai_2020"], "there is no preset 'openai_2020'; did you mean 'openai_2019'?"),

@@ -80,7 +80,7 @@ def test_reinforce_under_every_layout_and_resumed(ranks, path, tmp_path):
 
 def test_the_score_rises(ranks, path, tmp_path):
     overrides = [
-        f"run={tmp_path / 'run'}", "training={steps: 12, batch_size: 64, epochs: 1, micro_batch_size: 32}",
+        f"run={tmp_path / 'run'}", "training={steps: 12, batch_size: 64, epochs: 1, micro_batch_tokens: 768}",
         "sampler.micro_batch_size=32", "optimizer.lr=1e-2",
     ]  # fmt: skip
     ranks.run(1, run_rl, path, [overrides])

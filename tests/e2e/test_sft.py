@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from megarlhf import config
 from megarlhf.algorithms import supervised
@@ -61,6 +62,28 @@ def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_an_old_configuration_runs_and_says_its_line(straight, tmp_path):
+    """training.micro_batch_size of rows is read as so many rows of full length; a run that is resumed with the new key
+    reports no change."""
+    run, path = straight
+    tree = yaml.safe_load(path.read_text())
+    tree["training"] |= {"micro_batch_size": 4, "steps": 2}
+    del tree["training"]["micro_batch_tokens"]
+    old = tmp_path / "old.yaml"
+    old.write_text(yaml.safe_dump(tree))
+    more = (f"run={tmp_path / 'run'}", "optimizer.schedule=constant")
+    done = finish(sys.executable, *CLI, "sft", "--config", str(old), *more)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "micro_batch" in line]
+    assert line == (
+        "  training.micro_batch_size: 4 rows of 64 tokens are read as training.micro_batch_tokens: 256; write that"
+    )
+    assert losses(tmp_path / "run")[1] == losses(run)[1]
+    again = finish(sys.executable, *CLI, "sft", "--config", str(path), *more, "training.steps=3")
+    assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
+    assert "changed since then" not in again.stderr and "micro_batch" not in again.stderr
+
+
 def run_planted(path, directory, bad):
     """The program's loop, with a NaN in one gradient of one rank in the updates `bad`; the error that ends it."""
 
@@ -74,10 +97,7 @@ def run_planted(path, directory, bad):
     if topology.rank == 1:
         norm = next(p for name, p in engine.modules[0].named_parameters() if "norm" in name)
         norm.register_hook(lambda gradient: gradient * (math.nan if engine.steps in bad else 1.0))
-    data = Loader(
-        plan.training, global_batch=8, pad_id=plan.start.tokenizer.pad_id,
-        pad_multiple=setup.pad_multiple(settings.parallel),
-    )  # fmt: skip
+    data = Loader(plan.training, global_batch=8, pad_id=plan.start.tokenizer.pad_id)
     try:
         with Log(directory, enabled=topology.rank == 0, start=0, total=plan.total_steps, unit="step") as log:
             offline.train(

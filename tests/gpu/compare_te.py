@@ -1,10 +1,10 @@
-"""Models on Transformer Engine's layers beside those on megatron's own, on a CPU: the same checkpoint, the same marks
-for tensor parallelism, and a Decoder that makes the same logits of either, bit for bit.
+"""Models on Transformer Engine's layers beside those on megatron's own, on a CPU: the same checkpoint, the same initial
+values, and the same marks for tensor parallelism.
 
     python -m tests.gpu.compare_te              with Transformer Engine installed
     python -m tests.gpu.compare_te --stand-in   with its Python files alone: names stand in for its compiled half
 
-Constructing and decoding call nothing of the compiled half; its own forward and backward passes need a GPU.
+Constructing calls nothing of the compiled half; forward and backward passes need it, and a GPU.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def compare(architecture, dtype: str, topology, te) -> list[str]:
     chunks, states = [], []
     for uses in (False, True):
         backend.uses_transformer_engine = lambda dtype, uses=uses: uses
-        engine = build("actor", architecture, topology, micro_batch_size=1, dtype=dtype, seed=3)
+        engine = build("actor", architecture, topology, micro_batch_tokens=1, dtype=dtype, seed=3)
         chunks.append(engine.modules[0])
         states.append(sharded(engine))
     layer, (own, theirs) = chunks[1].decoder.layers[0], states
@@ -122,17 +122,6 @@ def compare(architecture, dtype: str, topology, te) -> list[str]:
     found += [f"other initial values of {key}" for key in own if not torch.equal(own[key].data, theirs[key].data)]
     if (left := marks(chunks[0])) != (right := marks(chunks[1])):
         found.append(f"parameters are marked differently: {left - right} and {right - left}")
-
-    generator = torch.Generator().manual_seed(0)
-    for key, value in own.items():  # norms and biases, too
-        noise = 0.1 * torch.randn(value.data.shape, generator=generator)
-        value.data.add_(noise)
-        theirs[key].data.add_(noise)
-    before, after = (decoded(chunk, topology) for chunk in chunks)
-    if before.isnan().any() or before.std() < 0.01:
-        found.append("logits that say nothing")
-    if not torch.equal(before, after):
-        found.append(f"logits differ by {(before - after).abs().max().item():.2g}")
     return found
 
 
@@ -160,22 +149,6 @@ def marks(chunk) -> collections.Counter:
         )
         for parameter in chunk.parameters()
     )
-
-
-def decoded(chunk, topology):
-    """(5, B, V') logits behind left-padded prompts, and behind four tokens more."""
-    import torch
-
-    from megarlhf.experience.decoding import Decoder
-
-    decoder = Decoder(chunk, topology, max_length=16)
-    cache = decoder.cache(3, 16)
-    valid = torch.arange(6) >= torch.tensor([[0], [2], [5]])
-    tokens = torch.randint(503, (3, 10), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        hidden = [decoder.prefill(cache, tokens[:, :6].masked_fill(~valid, 503), valid)[:, -1]]
-        hidden += [decoder.decode(cache, tokens[:, column]) for column in range(6, 10)]
-        return torch.stack([decoder.logits(state) for state in hidden])
 
 
 if __name__ == "__main__":

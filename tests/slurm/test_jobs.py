@@ -420,7 +420,7 @@ def a_pipeline(site: Site) -> None:
     done = finish(sys.executable, "-m", "tools.convert", "megatron2hf", str(site.sft), str(site.root / "hf"))
     assert done.returncode == 0, done.stderr
     prompts = {"path": str(site.root / "prompts.jsonl"), "length": 16}
-    training = {"global_batch_size": 8, "micro_batch_size": 4, "steps": 3}
+    training = {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": 3}
     changes = {
         "sft": {"data": {"train": str(site.root / "train.jsonl"), "max_length": 64}, "training": training},
         "reward": {
@@ -493,7 +493,7 @@ def outcomes(request, straight, tmp_path_factory) -> Iterator[dict[Callable, con
         "sampler": {"response_length": 8, "stop_at_eos": True},
         "scoring": {"sources": [{"function": "tests.slurm.judge:score"}]},
         "critic": {"kind": "separate"},
-        "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 1, "micro_batch_size": 4},
+        "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 1, "micro_batch_tokens": 96},
         "parallel.tensor": 2,
         "optimizer": {"lr": 1e-3, "schedule": "linear"},
         "checkpoint": {"every": 2, "keep": 2},

@@ -14,6 +14,7 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader, permutation
 from megarlhf.data.sft import SFTDataConfig, load_sft, pack
 from megarlhf.data.tokenizer import check_vocabulary, load_tokenizer
+from megarlhf.stream import num_tokens
 from tests.ranks import ROOT
 
 SENTENCES = [
@@ -457,18 +458,25 @@ def test_packing_is_first_fit(sp, text_rows):
 @pytest.mark.parametrize("dp_size", [2, 3, 6])
 def test_ranks_together_are_one_rank(hf, text_rows, packing, dp_size):
     data, _ = load(text_rows, hf, packing=packing, max_length=64)
-    options = dict(global_batch=6, seed=3, pad_id=hf.pad_id, pad_multiple=8)
+    options = dict(global_batch=6, seed=3, pad_id=hf.pad_id)
     one = Loader(data, **options)
     many = [Loader(data, dp_rank=rank, dp_size=dp_size, **options) for rank in range(dp_size)]
     together = list(zip(*[loader.epoch_batches() for loader in many], strict=True))
     pairs = [(one.batch(step), [loader.batch(step) for loader in many]) for step in range(20)]
     for whole, parts in pairs + list(zip(one.epoch_batches(), together, strict=True)):
-        assert torch.equal(whole.tokens, torch.cat([part.tokens for part in parts]))
-        assert torch.equal(whole.mask, torch.cat([part.mask for part in parts]))
-        assert whole.tokens.shape[1] % 8 == 0 and whole.tokens.dtype == torch.int64 and whole.prompt_len == 1
-        assert (whole.segments is not None) == packing
-        if packing:
-            assert torch.equal(whole.segments, torch.cat([part.segments for part in parts]))
+        assert [len(part) for part in parts] == [6 // dp_size] * dp_size
+        assert sorted(row for part in parts for row in bare_rows(part)) == sorted(bare_rows(whole))
+        sizes = [int(num_tokens(part).sum()) for part in parts]
+        assert max(sizes) - min(sizes) <= num_tokens(whole).max()
+        assert all(part.tokens.dtype == torch.int64 and part.prompt_len == 1 for part in (whole, *parts))
+
+
+def bare_rows(batch):
+    """(tokens, mask, segments) of every row, without padding."""
+    real = batch.segments > 0
+    counted = torch.nn.functional.pad(batch.mask, (1, 0))
+    return [tuple(tuple(x[k][real[k]].tolist()) for x in (batch.tokens, counted, batch.segments))
+            for k in range(len(batch))]  # fmt: skip
 
 
 def test_a_batch_depends_on_its_step_alone(hf, text_rows):
@@ -506,14 +514,14 @@ def test_every_epoch_has_every_example_once(hf, text_rows, global_batch):
 @pytest.mark.parametrize("packing", [False, True])
 def test_padding_never_counts_and_nothing_is_lost(sp, text_rows, packing):
     data, _ = load(text_rows, sp, packing=packing, max_length=64)
-    loader = Loader(data, global_batch=6, pad_multiple=4)  # pads with 0
+    loader = Loader(data, global_batch=6)  # pads with 0
     batches = list(loader.epoch_batches())
     assert len(batches) == len(loader) == -(-len(data) // 6)
     assert sum(int(batch.mask.sum()) for batch in batches) == data.mask.sum()
     row = 0
     for batch in batches:
         assert len(batch) == 6
-        assert batch.tokens.shape[1] == -(-data.lengths[row : row + 6].max() // 4) * 4
+        assert batch.tokens.shape[1] == data.lengths[row : row + 6].max()
         for k in range(6):
             if row == len(data):
                 assert not batch.mask[k].any()
@@ -524,9 +532,10 @@ def test_padding_never_counts_and_nothing_is_lost(sp, text_rows, packing):
             )
             assert batch.mask[k, : len(tokens) - 1].tolist() == mask[1:].tolist()
             assert not batch.mask[k, len(tokens) - 1 :].any()
+            expected = [1] * len(tokens) if segments is None else segments.tolist()
+            assert batch.segments[k, : len(tokens)].tolist() == expected
+            assert not batch.segments[k, len(tokens) :].any()
             if packing:
-                assert batch.segments[k, : len(tokens)].tolist() == segments.tolist()
-                assert not batch.segments[k, len(tokens) :].any()
                 crossing = batch.segments[k, 1:] != batch.segments[k, :-1]
                 assert not (batch.mask[k] & crossing).any()  # no token is predicted from the example before it
             row += 1

@@ -18,9 +18,10 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("experience", "models"),
+    ("experience",),
+    ("models",),
     ("data", "engine", "checkpoint"),
-    ("optim",),
+    ("optim", "stream"),
     ("algorithms", "cluster", "report"),
     ("batch", "kernels", "metrics", "log"),
     ("cpu",),
@@ -206,6 +207,6 @@ def test_a_rank_on_a_gpu_starts_without_the_cpu_folder():
         "from megarlhf.cluster import backend\n"
         "assert backend.on_cuda()\n"
         "backend.install()\n"
-        "import megarlhf.models.build, megarlhf.train.rl, megarlhf.experience.decoding"
+        "import megarlhf.models.build, megarlhf.train.rl, megarlhf.experience.sampler, megarlhf.models.cache"
     )
     run_code(code)

@@ -61,7 +61,10 @@ MISTAKES = {
     ),
     "nodes": (["--nodes=0"], "--nodes: must be at least 1, not 0"),
     "ranks a node": (["--gpus-per-node=0"], "--gpus-per-node: must be at least 1, not 0"),
-    "batch": (["training.micro_batch_size=3"], "training.global_batch_size: 8 is not a multiple of micro_batch_size 3"),
+    "batch": (
+        ["training.global_batch_size=7"],
+        "training.global_batch_size: 7 is not a multiple of 2 data-parallel ranks",
+    ),
     "a directory that cannot be written": (["run=/proc/version/run"], "run: /proc/version/run cannot be written"),
     "disk": (["checkpoint.keep=1000000000"], "+ 1 checkpoints of"),
 }

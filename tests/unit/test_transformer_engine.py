@@ -1,4 +1,4 @@
-"""Transformer Engine's modules are constructed and decoded, where they are: installed, or their Python files beside the
+"""Transformer Engine's modules are constructed, where they are: installed, or their Python files beside the
 checkout with a stand-in for the compiled half (tests/gpu/compare_te.py says what that shows)."""
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def outputs(topology: Any, directory: Path, architecture: Architecture, tokens: 
     from megarlhf.models.build import build
 
     role = "reward" if scalar else "reference"
-    engine = build(role, architecture, topology, micro_batch_size=ROWS, dtype="fp32")
+    engine = build(role, architecture, topology, micro_batch_tokens=tokens.numel(), dtype="fp32")
     checkpoint.load(engine, directory, weights_only=True)
     everything = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
     return engine.forward(Sequences(tokens=tokens, mask=everything))["scores" if scalar else "logprobs"].cpu()

@@ -188,7 +188,8 @@ def digest(gradients: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def measure(work: list[tuple[dict, list[tuple[Case, int, str]]]]) -> list[tuple[int, dict]]:
-    """[(ParallelConfig fields, [(case, micro-batch size, recompute)])] -> [(data rank, arrays)] of all cases in turn.
+    """[(ParallelConfig fields, [(case, rows of a micro-batch, recompute)])] -> [(data rank, arrays)] of all
+    cases in turn.
 
     The arrays of a case by name: the head's outputs for this rank's rows, (B, R); `gradients`, the digest of the loss's
     gradients, if every rank holds whole ones; `grad_norm`, their norm.
@@ -200,9 +201,9 @@ def measure(work: list[tuple[dict, list[tuple[Case, int, str]]]]) -> list[tuple[
     return found
 
 
-def _arrays(topology: Topology, case: Case, micro_batch_size: int, recompute: str) -> dict:
+def _arrays(topology: Topology, case: Case, micro: int, recompute: str) -> dict:
     engine = build(
-        case.role, ARCHITECTURES[case.architecture], topology, micro_batch_size=micro_batch_size, dtype="fp32",
+        case.role, ARCHITECTURES[case.architecture], topology, micro_batch_tokens=24 * micro, dtype="fp32",
         optimizer=OptimizerConfig(clip_grad=0.0), recompute=recompute,
     )  # fmt: skip
     set_full_weights(engine, weights(case), canonical)

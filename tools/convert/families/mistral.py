@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers without biases. Sliding windows, of the first version alone, are refused."""
+"""Mistral: Llama's layers without biases; the first version has a sliding window."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from tools.convert.mapping import Family
 def from_config(config: dict[str, Any], base: float = 10000.0) -> dict[str, Any]:
     window = config.get("sliding_window", 4096)  # null: no window; transformers' default is 4096
     length = config.get("max_position_embeddings", 4096 * 32)
-    if window is not None and window < length:
-        raise ValueError(
-            f"sliding_window: {window} has no counterpart in megarlhf; set max_position_embeddings, now {length}, to "
-            "at most as many tokens, up to which attention is the same"
-        )
-    return {**llama.from_config(config, base), "max_position_embeddings": length}
+    if window is not None and window >= length:
+        window = None
+    return {**llama.from_config(config, base), "max_position_embeddings": length, "sliding_window": window}
 
 
 def to_config(architecture: Architecture) -> dict[str, Any]:
     config = llama.to_config(architecture)
     for key in ("attention_bias", "mlp_bias"):
         del config[key]
-    return {**config, "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    return {**config, "architectures": ["MistralForCausalLM"], "sliding_window": architecture.sliding_window}
 
 
 KEYS = llama.KEYS.also("sliding_window", {"attention_bias": (False,), "mlp_bias": (False,)})
