@@ -59,7 +59,7 @@ def measure(directory: Path, megabytes: int, repeat: int) -> dict[str, Any]:
         num_query_groups=8, vocab_size=512, max_position_embeddings=64,
     )  # fmt: skip
     topology = parallel.start(ParallelConfig())
-    engine = build("actor", architecture, topology, micro_batch_size=1, dtype="fp32", optimizer=OptimizerConfig())
+    engine = build("actor", architecture, topology, micro_batch_tokens=1024, dtype="fp32", optimizer=OptimizerConfig())
     found: dict[str, Any] = {}
     for name, asynchronous in (("save", False), ("save, asynchronous", True)):
         checkpoints = Checkpoints(directory / name, CheckpointConfig(keep=1, asynchronous=asynchronous))

@@ -3,33 +3,44 @@
     python bench/ppo_child.py SPEC.json          alone, or under torchrun
 
 It runs in the environment of the measured system, so it imports neither system at the top. Every rank writes
-SPEC["out"].RANK.json: [{phase: {"wall": s, "cpu": s, "peak": bytes}, ...} for each step]. The phases are generation,
-scoring (every pass without gradients), training, and other (logs and everything between two steps).
+SPEC["out"].RANK.json: [{phase: {"wall": s, "cpu": s, "peak": bytes, "forcing": s}, ...} for each step]. The phases are
+generation, scoring (every pass without gradients), training, and other (logs and everything between two steps).
+"forcing" is the CPU time of forced ends (SPEC["ends"], ends.py), which the other figures leave out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import sys
 import time
 from pathlib import Path
 
+from ends import Ends, Processor, forced  # beside this script
+
+EOS = 1  # of the tokenizer that ppo_step.py makes
+
 
 class Phases:
     """CPU seconds of all threads, wall seconds and the peak resident set of each phase of this process."""
 
-    def __init__(self):
+    def __init__(self, ends: Ends | None):
         self.steps: list[dict] = []
         self.name = ""
+        self.ends = ends
         self._mark()
 
     def enter(self, name: str) -> None:
         """End the previous phase; `generation` begins a step."""
         if self.steps:
-            total = self.steps[-1].setdefault(self.name, {"wall": 0.0, "cpu": 0.0, "peak": 0})
-            total["wall"] += time.perf_counter() - self.wall
-            total["cpu"] += time.process_time() - self.cpu
+            total = self.steps[-1].setdefault(self.name, {"wall": 0.0, "cpu": 0.0, "peak": 0, "forcing": 0.0})
+            forcing = self.ends.taken() if self.ends else {"wall": 0.0, "cpu": 0.0}
+            total["wall"] += time.perf_counter() - self.wall - forcing["wall"]
+            total["cpu"] += time.process_time() - self.cpu - forcing["cpu"]
+            total["forcing"] += forcing["cpu"]
             total["peak"] = max(total["peak"], self._peak())
         if name == "generation":
             self.steps.append({})
@@ -47,8 +58,9 @@ class Phases:
 
 
 def megarlhf(spec: dict, phases: Phases) -> None:
-    """Unmodified `megarlhf ppo`, with a listener on its clock."""
-    from megarlhf.train import online
+    """Unmodified `megarlhf ppo` of the checkout in PYTHONPATH, with a listener on its clock."""
+    from megarlhf.experience.sampler import Sampler
+    from megarlhf.train import online, rl_config
     from megarlhf.train.rl import PPO
 
     names = {"sample": "generation", "learn": "training"}
@@ -63,12 +75,25 @@ def megarlhf(spec: dict, phases: Phases) -> None:
             if phases.name == "training":
                 phases.enter("other")
 
-    online.Clock = Clock
-    PPO.main(spec["config"], spec["overrides"])
+    def sample(self, prompts, *args):
+        rollout = plain(self, prompts, *args)
+        phases.ends.check(rollout.tokens[:, rollout.prompt_len :], rollout.sequence_ids)
+        return rollout
+
+    online.Clock, plain = Clock, Sampler.sample
+    if phases.ends:
+        Sampler.sample = sample
+    # A micro-batch of so many full rows: in older versions a number of rows, padded to full.
+    rows, columns = spec["micro_batch"]
+    tokens = any(field.name == "micro_batch_tokens" for field in dataclasses.fields(rl_config.OnlineTrainingConfig))
+    size = f"micro_batch_tokens={rows * columns}" if tokens else f"micro_batch_size={rows}"
+    with forced(phases.ends) if phases.ends else contextlib.nullcontext():
+        PPO.main(spec["config"], [*spec["overrides"], f"training.{size}"])
 
 
 def trl(spec: dict, phases: Phases) -> None:
     """TRL's PPOTrainer on the same models, prompts and sizes, in float32 and without gradient checkpointing."""
+    import torch
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,
@@ -82,9 +107,17 @@ def trl(spec: dict, phases: Phases) -> None:
         def on_step_end(self, *_, **__):
             phases.enter("other")
 
-    def generate(*args):
+    def generate(model, queries, *args):
         phases.enter("generation")
-        result = plain_generation(*args)
+        if phases.ends is None:
+            result = plain_generation(model, queries, *args)
+        else:
+            first = (len(phases.steps) - 1) * spec["batch"] + int(os.environ.get("RANK", 0)) * rows
+            ids, columns, plain = torch.arange(first, first + rows), queries.shape[1], model.generate
+            model.generate = functools.partial(plain, logits_processor=[Processor(phases.ends, ids, columns)])
+            result = plain_generation(model, queries, *args)
+            del model.generate  # the class's again
+            phases.ends.check(result[0][:, columns:], ids)
         phases.enter("scoring")
         return result
 
@@ -105,6 +138,7 @@ def trl(spec: dict, phases: Phases) -> None:
         gradient_accumulation_steps=max(1, rows // spec["micro_batch"]), num_mini_batches=1,
         num_ppo_epochs=spec["epochs"], response_length=spec["response"], temperature=1.0,
         local_rollout_forward_batch_size=rows, total_episodes=spec["batch"] * spec["steps"],
+        stop_token="eos" if phases.ends else None,
     )  # fmt: skip
     trainer = PPOTrainer(
         args=arguments, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
@@ -117,7 +151,7 @@ def trl(spec: dict, phases: Phases) -> None:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    phases = Phases()
+    phases = Phases(Ends.of(spec["ends"], spec["response"], EOS) if spec.get("ends") else None)
     {"megarlhf": megarlhf, "trl": trl}[spec["system"]](spec, phases)
     phases.enter("end")
     Path(f"{spec['out']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(phases.steps))
