@@ -8,6 +8,7 @@ import zlib
 import pytest
 import torch
 
+from megarlhf.algorithms.supervised import sft_loss
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
 from megarlhf.experience.sampler import Sampler, SamplerConfig, check_sampling
@@ -515,3 +516,19 @@ def test_what_cannot_be_sampled_is_refused(fields, options, message):
 def test_bad_sizes_are_refused(fields):
     with pytest.raises(ValueError, match=f"^{next(iter(fields))}: "):
         SamplerConfig(**fields)
+
+
+def sampled_first():
+    """A model samples before anything else, in larger streams than it learns in: megatron keeps the larger buffers."""
+    with layout(tensor=2, sequence=True) as topology:
+        engine = make_engine(FAMILIES["llama"], topology, micro_batch_tokens=24, optimizer=ADAM)
+        rollout = Sampler(engine, SamplerConfig(response_length=R, micro_batch_size=32), prompt_length=P).sample(
+            make_prompts(32)
+        )
+        difference = gap(engine.forward(rollout)["logprobs"], rollout.logprobs)
+        return difference, engine.step(rollout, sft_loss)["grad_norm"].value
+
+
+def test_a_model_learns_after_it_has_sampled(ranks):
+    for difference, grad_norm in ranks.run(2, sampled_first):
+        assert difference < 1e-5 and grad_norm > 0
