@@ -70,8 +70,7 @@ class Blocks:
         index = np.where(real, np.concatenate([place.ravel() for place, _ in places]), 0)
         inverse = np.empty(int(sizes.sum()), np.int64)
         inverse[index[real]] = real.nonzero()[0]
-        with torch.inference_mode(False):  # what the sampler makes may serve a backward pass
-            return cls(shapes, *(torch.from_numpy(x).to(device) for x in (index, inverse, real[:, None])))
+        return cls(shapes, *(torch.from_numpy(x).to(device) for x in (index, inverse, real[:, None])))
 
 
 @dataclass(frozen=True)

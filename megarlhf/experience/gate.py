@@ -51,12 +51,11 @@ def run_gate(
     """
     tolerance = config.tolerance or (1e-4 if actor.config.params_dtype is torch.float32 else 0.03)
     mask = rollout.mask
-    some = rollout.select(slice(config.rows))
+    some, before = rollout.select(slice(config.rows)), signals.logprobs[: config.rows]
 
     def logprobs(rows: Rollout) -> Tensor:
         return actor.forward(rows, temperature=temperature)["logprobs"]
 
-    again = logprobs(some)
     measured = {
         "sampler": (
             _difference(rollout.logprobs, signals.logprobs, mask, actor),
@@ -64,11 +63,11 @@ def run_gate(
             "or (in bf16) a tolerance that is too tight",
         ),
         "ratio": (
-            _difference(logprobs(some), again, some.mask, actor),
+            _difference(logprobs(some), before, some.mask, actor),
             "the same weights give two answers, so the first ratio is not 1: dropout or a random operation",
         ),
         "micro_batch": (
-            _difference(_alone(actor, some, logprobs), again, some.mask, actor),
+            _difference(_alone(actor, some, logprobs), before, some.mask, actor),
             "a row alone gives another result than among others: an attention kernel that ignores the bounds of rows, "
             "or positions that go on over them",
         ),

@@ -106,7 +106,7 @@ class Sampler:
         """Bytes of this sampler on this rank beside the weights: caches and messages."""
         return sum(part.num_bytes for part in (*self.caches, *self.groups))
 
-    @torch.no_grad()  # not inference_mode: megatron keeps a buffer that a pass with gradients must be able to write
+    @torch.no_grad()  # not inference_mode: training writes to a buffer of megatron's and reads tables that it makes
     def sample(self, prompts: Prompts, on_tokens: Callable[[int], None] = lambda count: None) -> Rollout:
         """Responses to this data-parallel rank's prompts, (N / n, P) -> N rows, on every rank of its model. `on_tokens`
         is called after each step with the number of tokens sampled, those past an EOS not yet seen included."""

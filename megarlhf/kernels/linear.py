@@ -33,7 +33,7 @@ def linear_logprobs(
     weight_shard: Tensor,
     labels: Tensor,
     *,
-    rows: slice | Tensor | None = None,
+    rows: slice | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = True,
@@ -52,8 +52,8 @@ def linear_logprobs(
     hidden: (S, B, H), the same on all TP ranks, or this rank's (S/TP, B, H) under `sequence_parallel`.
     weight_shard: (V', H), this rank's rows [rank V', (rank + 1) V') of the output (or the tied embedding) weight.
     labels: int64 global ids, any shape with as many elements as there are selected rows; the outputs have its shape.
-    rows: which rows of the whole (S*B, H) hidden (after the sequence-parallel gather) the labels belong to: all (None),
-        a slice or int64 indices. The others cost no head work and get no gradient.
+    rows: which rows of the whole (S*B, H) hidden (after the sequence-parallel gather) the labels belong to; None: all.
+        The others cost no head work and get no gradient.
     entropy_grad: False if the entropy is only a metric, which saves work in the backward.
     vocab_size: V without padding (default V' * TP). Columns beyond it count as -inf: Megatron's padding holds real
         numbers that change with TP.
@@ -86,7 +86,7 @@ def linear_logprobs(
         vocab_size=vocab_size, tp_group=tp_group, backend=backend,
     )  # fmt: skip
     total = hidden.shape[:-1].numel() * (tp if sequence_parallel else 1)
-    selected = len(range(total)[rows]) if isinstance(rows, slice) else total if rows is None else rows.numel()
+    selected = total if rows is None else len(range(total)[rows])
     if labels.numel() != selected:
         raise ValueError(f"labels has {labels.numel()} elements for {selected} selected rows of {total}")
     if chunk_rows is None:
@@ -102,7 +102,7 @@ class _Call:
     """What a call's forward and backward share."""
 
     def __init__(
-        self, options: CallOptions, rows: slice | Tensor | None, sequence_parallel: bool, fusion: bool, chunk_rows: int
+        self, options: CallOptions, rows: slice | None, sequence_parallel: bool, fusion: bool, chunk_rows: int
     ):
         self.options = options
         self.rows = rows
@@ -126,10 +126,7 @@ class _Call:
             dist.all_reduce(grad, group=group)
         if self.rows is not None:
             whole = grad.new_zeros(hidden.shape[:-1].numel() * (tp if self.sequence_parallel else 1), grad.shape[1])
-            if isinstance(self.rows, slice):
-                whole[self.rows] = grad
-            else:
-                whole.index_add_(0, self.rows, grad)
+            whole[self.rows] = grad
             grad = whole
         if self.sequence_parallel:
             grad, whole = grad.new_empty(len(grad) // tp, grad.shape[1]), grad

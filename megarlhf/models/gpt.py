@@ -146,8 +146,7 @@ class GPT(GPTModel):
         """[at least `length`, 1, 1, d]: the rotary angles of positions. A captured step reads the table, so it belongs
         to this chunk; megatron drops the older of its own."""
         if self._table is None or len(self._table) < length:
-            with torch.inference_mode(False):
-                self._table = self.rotary_pos_emb(1 << (length - 1).bit_length())
+            self._table = self.rotary_pos_emb(1 << (length - 1).bit_length())
         return self._table
 
     def _read(self, stream: Stream) -> Tensor:

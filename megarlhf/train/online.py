@@ -67,7 +67,7 @@ def train(
         clock.stop()
         values = {name: metric.value for name, metric in means.items()} | checked | clock.seconds
         values |= {f"objective/{name}": number for name, number in progress.state.items()}
-        values["tokens_per_second"] = training.batch_size * batch.rollout.tokens.shape[1] / values["time/step"]
+        values["tokens_per_second"] = training.batch_size * values["sampler/tokens"] / values["time/step"]
         progress.state = algorithm.adapt(progress.state, values, training.batch_size)  # 4. adapt
         progress.step += 1
         last = progress.step == training.steps
@@ -118,6 +118,7 @@ def measure(algorithm: OnlineAlgorithm, batch: Batch, state: State, models: Mode
     values = algorithm.objective(batch, state) | models.scorer.metrics(scores)
     gap = torch.where(rollout.mask, (rollout.logprobs - batch.signals.logprobs).abs(), 0).sum()
     values["sampler/gap"] = (gap, rollout.mask.sum())
+    values["sampler/tokens"] = ((rollout.segments > 0).sum(), torch.ones_like(scores.scores).sum())  # of a row
     values["objective/accepted"] = (scores.accepted.sum(), torch.ones_like(scores.scores).sum())
     local = {name: metric.map(float) for name, metric in metrics.of_loss(values).items()}
     return metrics.all_reduce(local, models.actor.topology.data_group, backend.device())

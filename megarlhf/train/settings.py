@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(RanksConfig):
+class RunConfig(RanksConfig, abc.ABC):
     """The sections of every program that trains."""
 
     run: str  # directory of this run: checkpoints, metrics, samples, the resolved configuration
@@ -122,9 +123,9 @@ class RunConfig(RanksConfig):
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
+    @abc.abstractmethod
     def longest_row(self) -> int:
         """Tokens of the longest row that the trained model may read."""
-        raise NotImplementedError
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -27,7 +27,7 @@ def torch_linear(tp: int) -> None:
                 cases.check_linear(
                     "torch", vocabulary, torch.float32, selection, cases.group(tp), sequence_parallel=sequence_parallel
                 )
-    cases.check_linear("torch", 257, torch.bfloat16, "index", cases.group(tp), sequence_parallel=True)
+    cases.check_linear("torch", 257, torch.bfloat16, "stride", cases.group(tp), sequence_parallel=True)
     bitwise_equal(tp)
 
 
@@ -66,7 +66,7 @@ def triton_interpreted(tp: int) -> None:
         for dtype, temperature in kinds:
             cases.check_logprobs("triton", vocabulary, dtype, temperature, cases.group(tp))
             cases.check_kl("triton", vocabulary, dtype, temperature, cases.group(tp))
-    cases.check_linear("triton", 257, torch.float32, "index", cases.group(tp), sequence_parallel=True)
+    cases.check_linear("triton", 257, torch.float32, "stride", cases.group(tp), sequence_parallel=True)
     cases.check_linear("triton", 7, torch.float32, "all", cases.group(tp), with_entropy=False)
 
 

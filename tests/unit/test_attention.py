@@ -208,13 +208,3 @@ def test_the_memory_of_an_update_is_linear_in_the_tokens(ranks, recompute):
     is_linear({sum(case): peak for case, (peak, _) in zip(cases, found, strict=True)}, 0.05)
     for case, (_, largest) in zip(cases, found, strict=True):
         assert largest <= max(2**20, 4 * 520 * sum(case)), case  # some states of each token
-
-
-def test_what_the_sampler_cached_serves_a_backward_pass():
-    lengths = (5, 3)
-    with torch.inference_mode():
-        Blocks.of(lengths, torch.device("cpu"), 16)
-    bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
-    tensors = [torch.randn(8, 2, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    over_spans(*tensors, Spans(lengths, bounds), window=None, scale=0.5, dropout=0.0).sum().backward()
-    assert all(x.grad.isfinite().all() for x in tensors)
