@@ -1,8 +1,8 @@
 """`megarlhf report RUN`: a run directory -> one HTML file that needs nothing else: curves, phase times, samples before
 and after, audit and configuration.
 
-Reads run.yaml, metrics.jsonl, samples.jsonl, held_out.jsonl and audit.json, also of a run that is still going or was cut short. Imports
-no torch: it is instant.
+Reads run.yaml, metrics.jsonl, samples.jsonl, held_out.jsonl and audit.json, also of a run that is still going or was
+cut short. Imports no torch: it is instant.
 """
 
 from __future__ import annotations

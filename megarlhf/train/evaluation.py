@@ -53,9 +53,11 @@ def stopped(config: EvaluationConfig | None, best: Best) -> str | None:
     return f"{best.since} evaluations in a row had no better {best.metric} than {best.value:.4f} after step {best.step}"
 
 
-def check(settings: OnlineRunConfig, start: Start, world_size: int) -> tuple[PromptSet | None, list[str]]:
-    """The held-out prompts (None: no evaluation) and notes for the banner. Refuses (UserError) an evaluation that
-    cannot work, before anything is allocated."""
+def check(
+    settings: OnlineRunConfig, start: Start, world_size: int, training: PromptSet
+) -> tuple[PromptSet | None, list[str]]:
+    """The held-out prompts (None: no evaluation) and notes for the banner; `training`: the prompts of training. Refuses
+    (UserError) an evaluation that cannot work, before anything is allocated."""
     config = settings.evaluation
     if config is None:
         return None, []
@@ -84,7 +86,10 @@ def check(settings: OnlineRunConfig, start: Start, world_size: int) -> tuple[Pro
             settings.scoring, start.tokenizer, settings.parallel, vocab_size=start.architecture.vocab_size,
             prompt_length=given.length, response_length=response_length,
         )  # fmt: skip
-    return prompts, [f"held out: {report.summary()}"]
+    notes, known = [f"held out: {report.summary()}"], {*training.texts}
+    if common := sum(text in known for text in prompts.texts):
+        notes.append(f"{common} of {len(prompts)} held-out prompts are prompts of training, too: {given.path}")
+    return prompts, notes
 
 
 def same_file(first: str, second: str) -> bool:

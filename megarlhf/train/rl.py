@@ -108,7 +108,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         response_length=settings.sampler.response_length,
     )
     prompts, report = load_prompts(start.tokenizer, settings.prompts)
-    held_out, more = evaluation.check(settings, start, world_size)
+    held_out, more = evaluation.check(settings, start, world_size, prompts)
     notes, ptx = [*notes, report.summary(), *more], None
     if settings.average is not None and not 0 < settings.average < 1:
         raise UserError(f"average: must be between 0 and 1, not {settings.average}")

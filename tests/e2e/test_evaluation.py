@@ -28,7 +28,8 @@ def path(straight, tmp_path_factory) -> Path:
     """REINFORCE over the session's SFT run, evaluated on prompts that no number of ranks divides."""
     directory = tmp_path_factory.mktemp("evaluation")
     for name, count, seed in (("prompts", 64, 5), ("held_out", HELD_OUT, 11)):
-        lines = [{"prompt": review.prompt, "answer": i % 3} for i, review in enumerate(reviews.reviews(count, seed=seed))]
+        found = enumerate(reviews.reviews(count, seed=seed))
+        lines = [{"prompt": review.prompt, "answer": i % 3} for i, review in found]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     judge = f"{ROOT}/tests/e2e/judge.py"
     tree = {
@@ -172,8 +173,16 @@ def test_mistakes(path, tmp_path, capsys, name):
 
 def test_records_of_held_out_prompts_are_checked(path, tmp_path, capsys):
     deep = "[" * 20 + "]" * 20
-    (tmp_path / "deep.jsonl").write_text('{"prompt": "the film", "answer": %s}\n' % deep)
+    (tmp_path / "deep.jsonl").write_text(f'{{"prompt": "the film", "answer": {deep}}}\n')
     more = f"evaluation.prompts.path={tmp_path / 'deep.jsonl'}"
     assert cli.main(["rl", "--config", str(path), more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "deep.jsonl:1" in line and "within each other" in line
+
+
+def test_prompts_that_are_not_held_out_are_counted(path, tmp_path):
+    known = path.parent.joinpath("prompts.jsonl").read_text().splitlines()[:2]
+    (tmp_path / "mixed.jsonl").write_text("\n".join([*known, '{"prompt": "the film"}']))
+    program = cli.find("rl")
+    plan = program.check(program.load(str(path), [f"evaluation.prompts.path={tmp_path / 'mixed.jsonl'}"]), 1)
+    assert plan.notes[-1].startswith("2 of 3 held-out prompts are prompts of training, too")
