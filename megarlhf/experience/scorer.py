@@ -161,7 +161,7 @@ class Scorer:
         token_scores = torch.zeros_like(read.mask, dtype=torch.float32)
         by_source = scores.new_zeros(len(rollout), len(self.names))
         numbers = {k: self._read(k, model, read) for k, model in self.models.items()}
-        answers = self._on_one_rank(lambda: self._ask(read, held_out or self.records))
+        answers = self._on_one_rank(lambda: self._ask(read, held_out))
         numbers |= {k: _tensors(answer, read.mask) for k, answer in zip(self.outside, answers, strict=True)}
         for k, (values, given) in numbers.items():
             by_source[:, k] = values.sum(1)
@@ -223,15 +223,15 @@ class Scorer:
             values = self.moments[k].normalised(values)
         return torch.where(given, source.weight * values, 0)
 
-    def _ask(self, read: Rollout, records: Callable[[list[int]], list[Record]]) -> list[list[Placed]]:
+    def _ask(self, read: Rollout, held_out: Callable[[list[int]], list[Record]] | None = None) -> list[list[Placed]]:
         """The answers of each function and server, with steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
         prompts, responses = decoded(ids, self.tokenizer)
         deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; functions have none
         for source in self.outside.values():
             options = {"deadline": deadline} if isinstance(source, RemoteScorer) else {}
-            found = records(prompt_ids) if source.takes_records else None
-            answers.append(source(prompts, responses, found, **options))
+            records = (held_out or self.records)(prompt_ids) if source.takes_records else None
+            answers.append(source(prompts, responses, records, **options))
         return [
             [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers
         ]
