@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -36,7 +37,8 @@ OPTIONS = {"ro": MS_RDONLY, "nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS
 MNT_DETACH = 2
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
 CAPABILITY_VERSION_3 = 0x20080522
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # its number; libc has no function for it
+NUMBERS = {"x86_64": (155, 250), "aarch64": (41, 219)}  # of pivot_root and keyctl, for which libc has no functions
+KEYCTL_JOIN_SESSION_KEYRING = 1
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,6 +93,8 @@ def _map_ids(child: int) -> int:
 
 def _door(config: dict[str, Any], code: bytes, tell: int, go: int) -> int:
     user = os.geteuid()
+    if platform.machine() not in NUMBERS:
+        raise BrokenError(f"machines of the kind {platform.machine()} are not supported")
     _call("user namespaces are not allowed", libc.unshare, NAMESPACES)
     os.write(tell, b"+")
     inner = int(os.read(go, 16) or user)
@@ -119,6 +123,9 @@ def _build(config: dict[str, Any], opened: dict[str, int]) -> None:
         _write("/proc/sys/user/max_user_namespaces", "0")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.mkdir(f"{ROOT}/tmp")
+    size = f"size={config['disk_mb']}m,nr_inodes=4096,mode=1777"
+    _mount("tmpfs", f"{ROOT}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     targets = []
     for path, descriptor in opened.items():
         target = ROOT + path
@@ -141,20 +148,18 @@ def _build(config: dict[str, Any], opened: dict[str, int]) -> None:
         os.symlink(aim, ROOT + path)
     os.makedirs(f"{ROOT}/dev", exist_ok=True)
     os.symlink("/tmp", f"{ROOT}/dev/shm")
-    os.mkdir(f"{ROOT}/tmp")
-    size = f"size={config['disk_mb']}m,nr_inodes=4096,mode=1777"
-    _mount("tmpfs", f"{ROOT}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(ROOT)
-    number = PIVOT_ROOT.get(platform.machine())
-    if number is None:
-        raise BrokenError(f"machines of the kind {platform.machine()} are not supported")
-    _call("pivot_root", libc.syscall, number, b".", b".")
+    _call("pivot_root", libc.syscall, NUMBERS[platform.machine()][0], b".", b".")
     _call("umount", libc.umount2, b".", MNT_DETACH)
     os.chdir("/tmp")
     _mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def _give_up_privileges() -> None:
+    """Also the session's keys, such as a Kerberos ticket; namespaces do not cover them."""
+    joined = libc.syscall(NUMBERS[platform.machine()][1], KEYCTL_JOIN_SESSION_KEYRING, None)
+    if joined < 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # else nobody here has any
+        raise BrokenError(f"keyctl ({os.strerror(ctypes.get_errno())})")
     _call("prctl", libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     capability = 0
     while libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptsConfig, load_prompts
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.experience import sandbox
 from tests.e2e.test_ppo import records, run_ppo
-from tests.scoring import reward_server
+from tests.scoring import no_namespaces, reward_server
 
 LENGTH = 24
 JUDGES = """
@@ -101,18 +99,10 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
     }
 
 
-def has_sandbox() -> bool:
-    try:
-        sandbox.check(sandbox.SandboxConfig())
-    except UserError:
-        return False
-    return True
-
-
 def test_a_run_with_verified_answers(ranks, straight, tmp_path):
-    """What a hardly trained model writes is known to be right where the record asks for little: its first letter."""
+    """Of what a hardly trained model writes, some is right by a record that asks for little: for its first letter."""
     sft, _ = straight
-    kinds = ["exact", "number", "regex"] + ["code"] * has_sandbox()
+    kinds = ["exact", "number", "regex"] + ["code"] * (no_namespaces() is None)
     lines = [
         {"prompt": "the " * n + "film.", "answer": f"#### {n}", "pattern": f"^.?[{'a-m' if n % 2 else 'n-z'}]",
          "tests": "assert True" if n % 2 else "assert False"}

@@ -10,25 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.config import UserError
 from megarlhf.experience import sandbox
 from megarlhf.experience.sandbox import SandboxConfig, judge
 from tests.ranks import ROOT
+from tests.scoring import no_namespaces
 
-LIMITS = SandboxConfig(seconds=20.0, processes=4)
+LIMITS = SandboxConfig(seconds=60.0, processes=4)
 QUICK = SandboxConfig(seconds=1.0, processes=4)  # for what fails in any case
 SLEEP = "98765.4321"  # the argument of `sleep` by which a process that was left is found
 
 
-def unavailable() -> str | None:
-    try:
-        sandbox.check(LIMITS)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-REASON = unavailable()
+REASON = no_namespaces()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
@@ -103,7 +95,7 @@ def test_correct_programs_pass(name):
     assert judge([(code, tests), (code, [*tests, "assert False"])], LIMITS) == [True, False]
 
 
-WRONG = "def f(x): return 0\n"  # 2 and 3 are asked for
+WRONG = "import math\ndef f(x): return 0\n"  # 2 and 3 are asked for
 FORGED = {
     "wrong": "",
     "os._exit": "import os; os._exit(0)",
@@ -136,7 +128,7 @@ FORGED = {
     "kills": "import os, signal\nfor s in (signal.SIGINT, signal.SIGALRM, signal.SIGKILL):\n    os.kill(1, s)\n"
     "os.kill(-1, signal.SIGKILL)",
     "traces the others": "import ctypes\nc = ctypes.CDLL(None)\n"
-    "def f(x): return 2 if any(c.ptrace(16, pid, 0, 0) == 0 for pid in range(1, 4)) else 0",
+    "def f(x): return 2 if any(c.ptrace(0x4206, pid, 0, 0) == 0 for pid in range(1, 4)) else 0",
     "a process that stays to answer": "import os, time\nif os.fork(): os._exit(40)",
     "not Python": "here is no code",
     "empty": "",
@@ -146,12 +138,12 @@ FORGED = {
     "endless recursion": "def f(x): return f(x)",
     "recursive data": "def f(x):\n    a = []\n    a.append(a)\n    return a",
 }
-TWO = ["assert f(1) == 2", "import math\nassert math.isclose(f(1), 2)", "assert abs(f(1) - 2) < 1e-6",
+TWO = ["assert f(1) == 2", "assert math.isclose(f(1), 2)", "assert abs(f(1) - 2) < 1e-6",
        "assert isinstance(f(2), int) and all(f(x) == x + 1 for x in (2, 3))"]  # fmt: skip
 
 
 def test_success_is_not_forged():
-    assert judge([("def f(x): return x + 1", TWO)], LIMITS) == [True]
+    assert judge([("import math\ndef f(x): return x + 1", TWO)], LIMITS) == [True]
     for test in TWO:
         found = verdicts({name: WRONG + code for name, code in FORGED.items()}, [test], QUICK)
         assert not any(found.values()), (test, found)
@@ -187,7 +179,7 @@ def test_floods_end_and_leave_nothing():
     found = verdicts({name: WRONG + code for name, code in FLOODS.items()}, TWO, QUICK)
     assert not any(found.values()), found
     assert left() == []
-    daemon = FLOODS["a daemon that waits for it"] + "\ndef f(x): return x + 1"
+    daemon = FLOODS["a daemon that waits for it"] + "\nimport math\ndef f(x): return x + 1"
     assert judge([(daemon, TWO)], LIMITS) == [True] and left() == []  # nor does a right answer leave any
 
 
@@ -283,6 +275,26 @@ def test_the_host_is_out_of_reach(tmp_path, monkeypatch):
     assert [test for test, is_right in zip(tests, results, strict=True) if not is_right] == []
     assert kept.read_text() == "as it was" and sorted(tmp_path.iterdir()) == [kept] and not here.exists()
     assert not any((path / "sandbox-test").exists() for path in host)
+
+
+def test_what_it_shows_of_the_host_is_read_only(tmp_path, monkeypatch):
+    """Here a file that everybody may write."""
+    file = tmp_path / "a file"
+    file.write_text("as it was")
+    for path, mode in ((file, 0o666), (tmp_path, 0o777)):
+        path.chmod(mode)
+    binds, *others = sandbox._system()
+    monkeypatch.setattr(sandbox, "_system", lambda: ([*binds, str(tmp_path)], *others))
+    tests = [
+        f"assert reads({str(file)!r}) == 9",
+        f"assert writes({str(file)!r}) == writes({str(tmp_path / 'new')!r}) == 'Read-only file system'",
+    ]
+    assert judge([(PROBE, tests)], LIMITS) == [True]
+    assert file.read_text() == "as it was" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_machine_with_namespaces_is_accepted():
+    sandbox.check(LIMITS)
 
 
 def test_a_batch_is_judged_in_its_order():
