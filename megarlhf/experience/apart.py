@@ -51,6 +51,9 @@ class Remote:
     def __hash__(self) -> int:
         return 0  # equal objects may have different handles
 
+    def __bool__(self) -> bool:
+        return True
+
 
 def _forward(name: str) -> Any:
     return lambda self, *args, **keywords: self._peer.request(name, self, *args, **keywords)

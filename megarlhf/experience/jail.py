@@ -175,14 +175,17 @@ def _limit(config: dict[str, Any]) -> None:
         (resource.RLIMIT_CPU, int(config["seconds"]) + 1),
         (resource.RLIMIT_AS, config["memory_mb"] * mega),
         (resource.RLIMIT_FSIZE, config["disk_mb"] * mega),
-        (resource.RLIMIT_NPROC, config["processes"] + 4),  # the door, the keeper, the tests, the code itself
         (resource.RLIMIT_NOFILE, 128),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        _, hard = resource.getrlimit(limit)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+        _at_most(limit, value)
+
+
+def _at_most(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
 
 
 def _keep(config: dict[str, Any], code: bytes) -> int:
@@ -215,7 +218,7 @@ def _keep(config: dict[str, Any], code: bytes) -> int:
 
 
 def _alone(config: dict[str, Any], *keep: int) -> None:
-    """Leave this process `keep` alone of all descriptors, and a plain environment."""
+    """Leave this process `keep` alone of all descriptors, few processes, and a plain environment."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -223,6 +226,9 @@ def _alone(config: dict[str, Any], *keep: int) -> None:
         if descriptor not in keep:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+    most = config["processes"] + 4  # the door, the keeper, the tests, the code itself
+    # Not before: kernels before 5.14 count all processes of the user, and none could be forked here.
+    _at_most(resource.RLIMIT_NPROC, most)
     sys.path[:] = config["path"]
     os.environ.clear()
     os.environ.update(config["environment"])

@@ -25,7 +25,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 GRACE = 10.0  # seconds beyond the limit until the sandbox itself is killed
 START = "import sys; sys.path[:1] = []; sys.path.append(sys.argv[1]); from megarlhf.experience import jail; jail.main()"
-# What code and tests see. One hash seed: sets have the same order each time.
+# What code and tests see.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def passes(code: str, tests: list[str], limits: SandboxConfig) -> bool:
     config = {**asdict(limits), "binds": binds, "links": links, "path": path, "environment": ENVIRONMENT}
     blocks = [json.dumps(config).encode(), code.encode(errors="surrogatepass"), json.dumps(tests).encode()]
     root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # with one hash seed: sets have the same order each time
         [sys.executable, "-s", "-S", "-B", "-c", START, root], cwd="/", env={"PYTHONHASHSEED": "0"},
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

@@ -65,7 +65,7 @@ CORRECT = {
         ["p = P(1) + P(2)\nassert p.x == 3 and p == P(3) and p != P(4) and len(p) == 3 and repr(p) == 'P(x=3)'",
          "p = P(1)\np.twice()\np.x += 1\nassert p.x == 3"],
     ),
-    "a generator": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"]),
+    "a generator": ("def f(n): yield from range(n)", ["assert f(3) and list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"]),
     "exceptions": (
         "class E(ValueError): pass\ndef f(x):\n    if x < 0: raise E('negative')\n    return x",
         ["try:\n    f(-1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'negative'"],
@@ -98,6 +98,8 @@ def test_correct_programs_pass(name):
 WRONG = "import math\ndef f(x): return 0\n"  # 2 and 3 are asked for
 FORGED = {
     "wrong": "",
+    "an object that looks like 2": "class A:\n    def __len__(s): return 2\n    def __repr__(s): return '2'\n"
+    "def f(x): return A()",
     "os._exit": "import os; os._exit(0)",
     "os._exit with the status of success": "import os; os._exit(40)",
     "os._exit in the call": "import os\ndef f(x): os._exit(40)",
