@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -77,6 +78,19 @@ def reward_server(directory: Path, **settings):
     finally:
         process.kill()
         process.communicate()
+
+
+def no_namespaces() -> str | None:
+    """Why this machine has no sandbox, as found without the sandbox's code. None: it has one."""
+    code = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "said = libc.unshare(0x10000000 | 0x20000) or libc.mount(None, b'/', None, 1 << 18 | 16384, None)\n"
+        "said = said or libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None)\n"
+        "raise SystemExit(said and os.strerror(ctypes.get_errno()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return f"no user namespaces here: {done.stderr.strip()}" if done.returncode else None
 
 
 @contextlib.contextmanager

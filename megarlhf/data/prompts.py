@@ -7,7 +7,7 @@ Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,10 +104,14 @@ class PromptReport:
 
 
 def load_prompts(
-    tokenizer: Tokenizer, config: PromptsConfig, *, keep_records: bool = True
+    tokenizer: Tokenizer,
+    config: PromptsConfig,
+    *,
+    keep_records: bool = True,
+    check_record: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[PromptSet, PromptReport]:
     """The prompts of a file and the report on its lines. Without `keep_records` the other keys are not read, and
-    records have none.
+    records have none. A line is malformed if `check_record` raises ValueError for it.
 
     Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
     or empty, and if nothing is left.
@@ -117,7 +121,13 @@ def load_prompts(
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
     tokens, texts, others, truncated, dropped = [], [], [], [], []
     records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
-    for line, (text, other) in records.read(lambda row: _parts(row, config.prompt_key, keep_records)):
+
+    def convert(row: dict[str, Any]) -> tuple[str, bytes]:
+        parts = _parts(row, config.prompt_key, keep_records)
+        check_record(row)
+        return parts
+
+    for line, (text, other) in records.read(convert):
         body = text
         if config.start_text is not None:
             _, found, body = text.partition(config.start_text)

@@ -1,5 +1,6 @@
-"""Scores of responses: reward models, Python functions and reward servers behind one call, with truncation and a fixed
-score for responses without the token (detail P5), read at the last token that counts (detail R1) or at every step.
+"""Scores of responses: reward models, Python functions, reward servers and verifiers behind one call, with truncation
+and a fixed score for responses without the token (detail P5), read at the last token that counts (detail R1) or at
+every step.
 
 A source's numbers are clipped, then normalised, then weighted, and added to those of the others.
 
@@ -30,6 +31,7 @@ from megarlhf.experience import sources
 from megarlhf.experience.running import Moments
 from megarlhf.experience.sources import FunctionScorer, Record, RemoteScorer
 from megarlhf.experience.texts import Placed, decoded, place, token_ids
+from megarlhf.experience.verifiers import Verifier, VerifyConfig
 from megarlhf.metrics import Metric, Variance
 
 if TYPE_CHECKING:
@@ -42,15 +44,16 @@ NAME = re.compile(r"[\w.+-]+")
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """A source of scores: give one of `checkpoint`, `function` and `url`. Functions and servers get the texts of
-    prompts without BOS and of the scored parts of responses without EOS, and the prompts' records. They answer with a
-    number for a response, or with [end, score] pairs for its steps (docs/reward-server.md)."""
+class SourceConfig(VerifyConfig):
+    """A source of scores: give one of `checkpoint`, `function`, `url` and `verify`. All but the first get the texts of
+    prompts without BOS and of the scored parts of responses without EOS, and the prompts' records. Functions and
+    servers answer with a number for a response, or with [end, score] pairs for its steps (docs/reward-server.md);
+    verifiers with 1 or 0 (docs/rewards.md)."""
 
     checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
     function: str | None = None  # module:function or path/to/file.py:function; called on one rank of each model copy
     url: str | None = None  # http://host:port of a reward server (docs/reward-server.md)
-    name: str | None = None  # in metrics, samples and the report; default: the directory's, function's or host's
+    name: str | None = None  # in metrics, samples and the report; default: of the directory, function, host or verifier
     weight: float = 1.0
     clip: tuple[float, ...] | None = None  # [low, high] of each of the source's numbers, before anything else
     normalize: bool = False  # then subtract their running mean and divide by their running standard deviation
@@ -60,8 +63,8 @@ class SourceConfig:
     batch_size: int = 64  # url: responses a request
 
     def __post_init__(self):
-        if [self.checkpoint, self.function, self.url].count(None) != 2:
-            raise ValueError("checkpoint: give exactly one of checkpoint, function and url")
+        if [self.checkpoint, self.function, self.url, self.verify].count(None) != 3:
+            raise ValueError("checkpoint: give exactly one of checkpoint, function, url and verify")
         if self.timeout <= 0:
             raise ValueError(f"timeout: must be positive, not {self.timeout}")
         if self.retries < 0:
@@ -76,6 +79,7 @@ class SourceConfig:
             raise ValueError(f"clip: must be [low, high] with low < high, not {list(self.clip)}")
         if self.step_token is not None and self.checkpoint is None:
             raise ValueError("step_token: is for a checkpoint; functions and servers answer with [end, score] pairs")
+        self.check_options()
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class ScoringConfig:
 
     def __post_init__(self):
         if not self.sources:
-            raise ValueError("sources: is empty; give at least one with a checkpoint, a function or a url")
+            raise ValueError("sources: is empty; give at least one with a checkpoint, a function, a url or verify")
         if self.truncate_after < 0:
             raise ValueError(f"truncate_after: must not be negative, not {self.truncate_after}")
         given = [source.name for source in self.sources if source.name is not None]
@@ -151,8 +155,8 @@ class Scorer:
         """The scores of this data-parallel rank's rows, the same on every rank of its model copy. Collective.
 
         held_out: the records of prompts that are not trained on; then the running moments stay as they are. Truncation
-        does not change the rollout. Raises UserError, the same on every rank, for errors of functions and
-        reward servers.
+        does not change the rollout. Raises UserError, the same on every rank, for errors of functions, reward servers
+        and sandboxes.
         """
         read, accepted = rollout, torch.ones_like(rollout.mask[:, 0])
         if self.token is not None:
@@ -225,10 +229,10 @@ class Scorer:
         return torch.where(given, source.weight * values, 0)
 
     def _ask(self, read: Rollout, held_out: Callable[[list[int]], list[Record]] | None = None) -> list[list[Placed]]:
-        """The answers of each function and server, with steps at response columns."""
+        """The answers of each function, server and verifier, with steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
         prompts, responses = decoded(ids, self.tokenizer)
-        deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; functions have none
+        deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; the others have none
         for source in self.outside.values():
             options = {"deadline": deadline} if isinstance(source, RemoteScorer) else {}
             records = (held_out or self.records)(prompt_ids) if source.takes_records else None
@@ -298,12 +302,16 @@ def _derived(source: SourceConfig) -> str:
         name = Path(source.checkpoint).absolute().name
     elif source.function is not None:
         name = source.function.rpartition(":")[2]
+    elif source.verify is not None:
+        name = source.verify
     else:
         name = urllib.parse.urlsplit(source.url).hostname
     return "-".join(NAME.findall(name)) or "source"
 
 
-def _outside(source: SourceConfig) -> FunctionScorer | RemoteScorer:
+def _outside(source: SourceConfig) -> FunctionScorer | RemoteScorer | Verifier:
+    if source.verify is not None:
+        return Verifier(source)
     if source.function is not None:
         return FunctionScorer(source.function)
     return RemoteScorer(source.url, timeout=source.timeout, retries=source.retries, batch_size=source.batch_size)

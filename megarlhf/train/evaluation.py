@@ -73,7 +73,8 @@ def check(
     response_length = draws[0].response_length
     length = given.length + response_length
     check_length(start.architecture, length, "evaluation.prompts.length + evaluation.response_length")
-    prompts, report = load_prompts(start.tokenizer, given)
+    records = scoring.record_check(settings.scoring)
+    prompts, report = load_prompts(start.tokenizer, given, check_record=records)
     share = -(-len(prompts) // settings.parallel.data(world_size))
     for draw in draws:
         at_once = slots(draw, share, settings.parallel.pipeline) * settings.parallel.pipeline

@@ -15,7 +15,7 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader, PromptSet, load_prompts
 from megarlhf.data.sft import Examples, load_sft
-from megarlhf.experience import rollout, sampler, sources
+from megarlhf.experience import rollout, sampler, sandbox, sources
 from megarlhf.experience.sampler import Sampler
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, check_length
@@ -76,6 +76,13 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
             f"{sources.PATIENCE / 60 + 5:g} or more"
         )
+    judging = scoring.longest_judging(settings.scoring, training.batch_size // data_size)
+    if judging >= 60 * settings.job.hang_minutes:
+        raise UserError(
+            f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while responses are verified: a batch "
+            f"may take {judging / 60:.3g} minutes on this rank's CPUs ({sandbox.workers()}) if each response takes all "
+            "its time; give more minutes, a smaller batch or a lower sandbox.seconds"
+        )
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
         read_progress(start.resume_from, settings.algorithm, algorithm)
@@ -105,7 +112,8 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         prompt_length=settings.prompts.length,
         response_length=settings.sampler.response_length,
     )
-    prompts, report = load_prompts(start.tokenizer, settings.prompts)
+    records = scoring.record_check(settings.scoring)
+    prompts, report = load_prompts(start.tokenizer, settings.prompts, check_record=records)
     held_out, more = evaluation.check(settings, start, world_size, prompts)
     notes, ptx = [*notes, report.summary(), *more], None
     if settings.average is not None and not 0 < settings.average < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -10,8 +11,11 @@ from megarlhf import checkpoint
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
+from megarlhf.experience import sandbox
+from megarlhf.experience.answers import PATTERN_SECONDS
 from megarlhf.experience.scorer import Scorer, ScoringConfig
 from megarlhf.experience.sources import FunctionScorer, Record
+from megarlhf.experience.verifiers import Verifier
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout
 
@@ -30,8 +34,8 @@ def check_sources(
 ) -> list[str]:
     """Refuse (UserError) sources that cannot score this policy's responses, before anything is allocated.
 
-    `tokenizer` and `vocab_size` are the policy's. Reward functions are imported; reward servers are contacted when the
-    Scorer is built. Returns notes for the banner.
+    `tokenizer` and `vocab_size` are the policy's. Reward functions are imported, and a sandbox is tried; reward servers
+    are contacted when the Scorer is built. Returns notes for the banner.
     """
     notes = []
     if config.truncate_token is not None:
@@ -44,6 +48,8 @@ def check_sources(
     for source in config.sources:
         if source.function is not None:
             FunctionScorer(source.function)
+        if source.verify == "code":
+            sandbox.check(Verifier(source).limits)
         if source.step_token is not None:
             token_id(tokenizer, source.step_token, "step_token")
         if source.checkpoint is not None:
@@ -52,6 +58,28 @@ def check_sources(
             )
             notes += [note] if note else []
     return notes
+
+
+def record_check(config: ScoringConfig) -> Callable[[Record], None]:
+    """A function that raises ValueError for a record without what a verifier compares with."""
+    verifiers = [Verifier(source) for source in config.sources if source.verify is not None]
+
+    def check(record: Record) -> None:
+        for verifier in verifiers:
+            verifier.check(record)
+
+    return check
+
+
+def longest_judging(config: ScoringConfig, rows: int) -> float:
+    """Seconds for `rows` responses if each takes all the time that verifiers allow."""
+    seconds = 0.0
+    for verifier in (Verifier(source) for source in config.sources if source.verify is not None):
+        if verifier.kind == "code":
+            seconds += math.ceil(rows / sandbox.workers()) * verifier.limits.seconds
+        elif verifier.kind == "regex" or verifier.pattern is not None:
+            seconds += rows * PATTERN_SECONDS
+    return seconds
 
 
 def check_reward_model(

@@ -1,9 +1,10 @@
-"""A prompt's record reaches a Python function and a reward server and is seen in samples.jsonl; what normalisation
-remembers survives a resume."""
+"""A prompt's record reaches a Python function, a reward server and verifiers and is seen in samples.jsonl; what
+normalisation remembers survives a resume."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import yaml
 from megarlhf.data.prompts import PromptsConfig, load_prompts
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.e2e.test_ppo import records, run_ppo
-from tests.scoring import reward_server
+from tests.scoring import no_namespaces, reward_server
 
 LENGTH = 24
 JUDGES = """
@@ -96,3 +97,42 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
     assert {k: v for k, v in again.items() if not k.startswith(timed)} == {
         k: v for k, v in last.items() if not k.startswith(timed)
     }
+
+
+def test_a_run_with_verified_answers(ranks, straight, tmp_path):
+    """Of what a hardly trained model writes, some is right by a record that asks for little: for its first letter."""
+    sft, _ = straight
+    kinds = ["exact", "number", "regex"] + ["code"] * (no_namespaces() is None)
+    lines = [
+        {"prompt": "the " * n + "film.", "answer": f"#### {n}", "pattern": f"^.?[{'a-m' if n % 2 else 'n-z'}]",
+         "tests": "assert True" if n % 2 else "assert False"}
+        for n in range(1, 9)
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "run": str(tmp_path / "run"),
+        "model": {"checkpoint": str(sft), "dtype": "fp32"},
+        "prompts": {"path": str(path), "length": LENGTH},
+        "sampler": {"response_length": 8, "micro_batch_size": 8},
+        "scoring": {"sources": [
+            *({"verify": kind} for kind in kinds),
+            {"verify": "regex", "pattern": ".", "name": "anything", "weight": 0.5},
+        ]},
+        "training": {"steps": 2, "batch_size": 8, "epochs": 1, "micro_batch_tokens": 8 * (LENGTH + 8)},
+        "log": {"samples": 8, "samples_every": 1},
+    }  # fmt: skip
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(settings))
+    ranks.run(1, run_ppo, tmp_path / "ppo.yaml", [[]])
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    matched = [bool(re.search(row["record"]["pattern"], row["response"])) for row in samples]
+    assert [row["scores"]["regex"] for row in samples] == matched and 0 < sum(matched) < len(samples) == 16
+    for row in samples:
+        response, scores = row["response"], row["scores"]
+        assert scores["anything"] == bool(response.replace("\n", ""))
+        assert scores["exact"] == scores["number"] == 0 or any(letter.isdigit() for letter in response)
+        if "code" in kinds and scores["code"]:  # few words are a program, and no program makes False true
+            compile(response, "response", "exec")
+            assert row["record"]["tests"] == "assert True"
+    (last,) = records(tmp_path / "run")[-1:]
+    assert last["scores/anything/mean"] == sum(row["scores"]["anything"] for row in samples[8:]) / 8
