@@ -7,7 +7,9 @@ Per-token tensors are response-aligned: column j of a (B, R) tensor belongs to t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +37,15 @@ class Rows:
 
     def __len__(self) -> int:
         return next(len(v) for f in dataclasses.fields(self) if isinstance(v := getattr(self, f.name), Tensor))
+
+
+Stage = TypeVar("Stage", bound=Rows)
+
+
+def concatenated(parts: Sequence[Stage]) -> Stage:
+    """The rows of several parts of one stage, in their order."""
+    names = [field.name for field in dataclasses.fields(parts[0]) if isinstance(getattr(parts[0], field.name), Tensor)]
+    return dataclasses.replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Scores(Rows):
     accepted: Tensor  # (B,) bool: has a score, not the penalty
     token_scores: Tensor | None = None  # (B, R) float32, 0 outside `mask` and with the penalty; default: 0
     by_source: Tensor | None = None  # (B, K) float32: each source's score, summed over tokens; default: `scores`
+    weights: tuple[float, ...] = (1.0,)  # of the K sources
 
     def __post_init__(self):
         if self.token_scores is None:
@@ -117,6 +129,9 @@ class Experience(Sequences):
 
     logprobs: Tensor  # (B, R) float32, as in Signals
     advantages: Tensor  # (B, R) float32, 0 outside the mask
+    weights: Tensor | None = None  # (B, R) float32: importance weights of the tokens (algorithms/policy_loss.py)
+    ref_logprobs: Tensor | None = None  # (B, R) float32, as in Signals; for a KL penalty in the loss
+    kl_coef: float = 0.0  # of that penalty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,16 @@ def load(
     return _Builder(cls, tree).build(cls, tree, "")
 
 
-def top_level(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """{key: its place} of the first level of a file with overrides. Raises UserError as `load` does."""
-    return {key: node.where for key, node in _tree(path, overrides).value.items()}
+class Given(typing.NamedTuple):
+    """A value of a configuration and its place."""
+
+    value: Any
+    where: str
+
+
+def top_level(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Given]:
+    """The first level of a file with overrides. Raises UserError as `load` does."""
+    return {key: Given(_unwrap(node), node.where) for key, node in _tree(path, overrides).value.items()}
 
 
 def like(section: str) -> dict[str, str]:

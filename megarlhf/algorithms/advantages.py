@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: (B, R) rewards and values -> (B, R) advantages and returns.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   returns_t = A_t + V_t
 
-    with V = A = 0 after the last token (Schulman et al. 2015, arXiv:1506.02438, eq. 16; details P6 and G4).
+    with V = A = 0 after the last token (Schulman et al. 2015, arXiv:1506.02438, eq. 16; details P6 and G4). `lam`: a
+    number, or (B,), one a row.
 
     `mask` is True on tokens up to and including the last. Columns after it contribute nothing and get advantages and
     returns of 0, so padding after EOS does not change an episode. Nothing is bootstrapped: a response cut at R is an
@@ -29,3 +30,47 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         advantages[:, t] = advantage
         next_value = values[:, t]
     return advantages, advantages + values
+
+
+def lengthwise_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """(B,) lambda = 1 - 1 / (alpha l) for a response of l tokens, at least 0 (VAPO, Yue et al. 2025, arXiv:2504.05118,
+    section 3.2): the sum of GAE's weights is then proportional to the length."""
+    return (1 - 1 / (alpha * mask.sum(1).clamp(min=1))).clamp(min=0)
+
+
+def group_advantages(
+    scores: Tensor, group_ids: Tensor, *, leave_one_out: bool = False, deviation: bool = False, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(B,) scores of the responses -> their advantages within their group of G samples of one prompt, and (B,) the
+    factors by which differences of scores were multiplied.
+
+        mean of the group:  A_i = s_i - mean_j s_j           (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2)
+        leave_one_out:      A_i = s_i - mean_{j != i} s_j    (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 5):
+                                                             G / (G - 1) of the one above
+        deviation:          divided by (sd + eps), sd with G - 1 in the denominator
+                                                             (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2)
+
+    A group whose scores are equal has advantages and factors 0. Groups have at least two rows, anywhere in the batch.
+    """
+    wide = scores.double()
+    _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    zeros = wide.new_zeros(len(sizes))
+    mean = (zeros.index_add(0, index, wide) / sizes)[index]
+    size = sizes[index]
+    factor = torch.ones_like(wide)
+    if leave_one_out:
+        factor = factor * size / (size - 1)
+    if deviation:
+        squares = zeros.index_add(0, index, (wide - mean) ** 2)[index]
+        factor = factor / ((squares / (size - 1)).sqrt() + eps)
+    # The mean of equal numbers may differ from them by rounding, which a deviation of rounding would blow up.
+    factor = torch.where(varies(scores, group_ids), factor, 0)
+    return (factor * (wide - mean)).to(scores.dtype), factor.to(scores.dtype)
+
+
+def varies(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) bool: whether the group of a row has different scores."""
+    _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    empty = scores.new_zeros(len(sizes))
+    most, least = (empty.scatter_reduce(0, index, scores, how, include_self=False) for how in ("amax", "amin"))
+    return (most > least)[index]

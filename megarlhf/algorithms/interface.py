@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Sequences
+from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Sequences, Stage
+from megarlhf.config import UserError
 from megarlhf.metrics import Metric
 
 Outputs = dict[str, Tensor]  # of a head, (B, R) each
@@ -27,6 +28,7 @@ class Actions(Protocol):
 
     step: int  # from 0
     group: dist.ProcessGroup  # the data-parallel ranks
+    rank: int  # among them
 
     def prompts(self) -> Prompts:
         """The next batch of prompts; every call draws another."""
@@ -34,8 +36,14 @@ class Actions(Protocol):
     def sample(self, prompts: Prompts) -> Rollout:
         """Responses to them."""
 
+    def greedy(self, prompts: Prompts) -> Rollout:
+        """The most probable response to each of them, one a prompt. For algorithms with `greedy`."""
+
     def score(self, rollout: Rollout) -> Scores:
         """Their scores by the reward sources."""
+
+    def gathered(self, rows: Stage) -> Stage:
+        """The rows of all data-parallel ranks, in the order of the global batch."""
 
     def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
         """The batch, with the signals that the algorithm asks for."""
@@ -64,7 +72,8 @@ class OnlineAlgorithm:
     """An algorithm that learns from its policy's samples. Its functions are pure, except those with `Actions` or a
     process group, which are collective."""
 
-    make_experience: Callable[[Batch, State], Experience]  # credit, of this rank's rows
+    # credit of this rank's rows; the process group is for moments of the global batch
+    make_experience: Callable[[Batch, State, dist.ProcessGroup], Experience]
     updates: Callable[[int], dict[str, Update]]  # step -> {model: its update of each minibatch}, in this order
     # metrics of every batch, refused ones included; objective/scores and objective/kl (k1) among them, but none of the
     # state's names
@@ -82,11 +91,19 @@ class OnlineAlgorithm:
     after_batch: Callable[[Actions], None] = lambda act: None  # that was learned from
     group_size: int = 1  # minimum of samples a prompt
     fixed_length: bool = False  # only for responses that do not end at EOS
+    all_tokens: bool = False  # only for responses sampled from all tokens: no top_k, top_p or greedy
+    greedy: bool = False  # calls Actions.greedy
+    token_mean: bool = True  # its loss is a mean over tokens, to which others such as pretraining text can be added
 
 
 def share_trunk(algorithm: OnlineAlgorithm) -> OnlineAlgorithm:
-    """`algorithm` with the critic's head on the actor's trunk: one backward pass of the sum of both losses. Both are
-    sums over the same tokens."""
+    """`algorithm` with the critic's head on the actor's trunk: one backward pass of the sum of both losses. Raises
+    UserError for losses that cannot be added."""
+    if not algorithm.token_mean or "actor" not in algorithm.updates(0):
+        raise UserError(
+            "critic.kind: a shared critic learns with the policy, as a mean over tokens; use a separate one with "
+            "critic_warmup, or with a normalization other than token"
+        )
 
     def updates(step: int) -> dict[str, Update]:
         both = algorithm.updates(step)

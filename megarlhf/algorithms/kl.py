@@ -1,4 +1,4 @@
-"""The KL penalty between policy and reference: estimators, rewards, controllers.
+"""The KL penalty between policy and reference: estimators, rewards, terms of the loss, controllers.
 
 The objective is E[score - kl_coef * sum_t k1_t] over sampled responses (Ziegler et al. 2019, arXiv:1909.08593, eq. 2),
 with k1_t = logprobs_t - ref_logprobs_t. The mean of k1_t over the tokens that the policy can choose in a state is that
@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarlhf.algorithms.interface import Metrics, State
+from megarlhf.algorithms.interface import Metrics, Outputs, State
 from megarlhf.algorithms.masked import last_valid, masked_sum, variance
-from megarlhf.batch import Rollout, Scores, Signals
+from megarlhf.batch import Experience, Rollout, Scores, Signals
 
 ScorePosition = Literal["last", "last_valid"]
 
@@ -32,18 +32,22 @@ class KLConfig:
     controller: Literal["fixed", "adaptive"] = "fixed"  # [adaptive]
     target: float = 6.0  # [6] adaptive: nats a response
     horizon: int = 10_000  # [10000] adaptive: responses; the larger, the slower
-    # [k1] k1: of the sampled tokens; exact: later states' KL over the whole vocabulary, which has less variance, at the
-    # cost of two more head GEMMs a step
+    # [reward] reward: a part of the rewards, so that a token's advantage has the KL of later states too; loss: a term
+    # of the loss, with the gradient of each state's own KL alone
+    place: Literal["reward", "loss"] = "reward"
+    # [k1] in the reward, k1: of the sampled tokens; exact: later states' KL over the whole vocabulary, which has less
+    # variance, at the cost of two more head GEMMs a step. In the loss, k2 or k3 (`loss_estimate`).
     estimator: str = "k1"
 
     def __post_init__(self):
-        if self.estimator in ("k2", "k3"):
-            raise ValueError(
-                f"estimator: {self.estimator} as a reward is biased: its best policy is not that of the KL penalty; "
-                "use k1 or exact"
-            )
-        if self.estimator not in ("k1", "exact"):
-            raise ValueError(f"estimator: must be k1 or exact, not {self.estimator!r}")
+        known = {"reward": ("k1", "exact"), "loss": ("k2", "k3")}[self.place]
+        if self.estimator not in known:
+            why = {
+                ("reward", "k2"): " is biased: its best policy is not that of the KL penalty",
+                ("reward", "k3"): " is biased: its best policy is not that of the KL penalty",
+                ("loss", "k1"): " has no gradient on average",
+            }.get((self.place, self.estimator), " does not exist")
+            raise ValueError(f"estimator: {self.estimator} in the {self.place}{why}; use {' or '.join(known)}")
         if self.coef < 0:
             raise ValueError(f"coef: must not be negative, not {self.coef}")
         for name in ("target", "horizon"):
@@ -90,6 +94,20 @@ def penalised_rewards(
     return torch.where(mask, -kl_coef * kl, 0) + torch.where(position, scores[:, None], 0)
 
 
+def loss_estimate(outputs: Outputs, rows: Experience, config: KLConfig) -> Tensor:
+    """(B, R) KL penalties of the tokens as a term of the loss, with a gradient (Schulman 2020), of
+    x = outputs["logprobs"] - ref_logprobs:
+
+        k2 = x^2 / 2: on samples of the policy its expected gradient is that of each state's KL(policy, reference)
+        k3 = e^-x - 1 + x: its expected gradient is that of KL(reference, policy), though its mean is KL(policy,
+             reference)
+
+    Neither has the gradient through later states, which k1 in the reward has.
+    """
+    x = torch.where(rows.mask, outputs["logprobs"] - rows.ref_logprobs, 0)
+    return 0.5 * x**2 if config.estimator == "k2" else (-x).exp() - 1 + x
+
+
 def signals(config: KLConfig) -> frozenset[str]:
     """The signals that the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
     return frozenset({"kl"} if config.estimator == "exact" else ())
@@ -101,7 +119,7 @@ def restored(state: State, config: KLConfig) -> State:
 
 
 def token_kl(signals: Signals, config: KLConfig) -> Tensor:
-    """(B, R): the KL of each token's distribution, exact or estimated, for the rewards."""
+    """(B, R): the KL of each token's distribution, exact or estimated by k1."""
     return signals.kl if config.estimator == "exact" else kl_estimate(signals.logprobs, signals.ref_logprobs)
 
 
@@ -111,6 +129,8 @@ def rewards(
     """(B, R) rewards of scores and penalty, and (B, R) corrections of the advantages: `own_correction` with the exact
     KL, 0 with k1."""
     kl = token_kl(signals, config)
+    if config.place == "loss":
+        kl_coef = 0.0
     found = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=score_position)
     found = found + torch.where(mask, scores.token_scores, 0)
     if config.estimator != "exact":

@@ -19,34 +19,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algorithms import kl
-from megarlhf.algorithms.advantages import gae
+from megarlhf.algorithms.advantages import gae, lengthwise_lambda
 from megarlhf.algorithms.interface import Metrics, OnlineAlgorithm, Outputs, Update
 from megarlhf.algorithms.kl import KLConfig, ScorePosition
 from megarlhf.algorithms.masked import inverse_deviation, masked_sum, variance, whiten
-from megarlhf.batch import CriticExperience, Experience, Rollout, Scores, Signals
-from megarlhf.metrics import Max, Min
+from megarlhf.algorithms.policy_loss import PolicyLossConfig, importance_weights, policy_loss
+from megarlhf.algorithms.shaping import ShapingConfig, shaped
+from megarlhf.batch import CriticExperience, Rollout, Scores, Signals
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """The options of PPO; the 2019 original's values in brackets."""
+class PPOConfig(PolicyLossConfig):
+    """The options of PPO; the 2019 original's values in brackets. Of the policy's loss, it has surrogate [clip] and
+    clip_range [0.2], and no others."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # [1] discount (P6)
     lam: float = 0.95  # [0.95] of GAE (P6)
+    # The advantages' lambda is 1 - 1 / (this x the response's tokens), `lam` the values' alone. VAPO: 0.05 and 1
+    lam_lengthwise: float | None = None
     score_position: ScorePosition = "last_valid"  # [last] the token that gets the score
     whiten_rewards: bool = False  # [true] per minibatch, the mean kept (P9)
     whiten_advantages: bool = True  # [true] per minibatch (P9)
-    clip_range: float = 0.2  # [0.2] of the ratio
     clip_range_value: float = 0.2  # [0.2] of the value (P10)
     vf_coef: float = 0.1  # [0.1] weight of the value loss (P10)
+    critic_warmup: int = 0  # [0] steps at the start in which the critic learns alone
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: must be between 0 and 1, not {getattr(self, name)}")
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range: must be between 0 and 1, not {self.clip_range}")
+        if self.lam_lengthwise is not None and self.lam_lengthwise <= 0:
+            raise ValueError(f"lam_lengthwise: must be positive, not {self.lam_lengthwise}")
+        if self.critic_warmup < 0:
+            raise ValueError(f"critic_warmup: must not be negative, not {self.critic_warmup}")
         for name in ("clip_range_value", "vf_coef"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
@@ -62,14 +70,15 @@ OPENAI_2019 = PPOConfig(
 def algorithm(config: PPOConfig) -> OnlineAlgorithm:
     """PPO for the loop: a policy, and a critic with an update of its own."""
     updates = {
-        "actor": Update(partial(policy_loss, config=config), {"with_entropy": True}),
+        "actor": Update(partial(policy_loss, config=config, kl=config.kl, name="ppo"), {"with_entropy": True}),
         "critic": Update(partial(value_loss, config=config), prefix="ppo/val/"),
     }
+    alone = {"critic": updates["critic"]}
     return OnlineAlgorithm(
-        make_experience=lambda batch, state: make_experience(
+        make_experience=lambda batch, state, group: make_experience(
             batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config
         ),
-        updates=lambda step: updates,
+        updates=lambda step: alone if step < config.critic_warmup else updates,
         objective=lambda batch, state: kl.objective(
             batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config.kl
         ),
@@ -81,6 +90,8 @@ def algorithm(config: PPOConfig) -> OnlineAlgorithm:
             "kl_coef": kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
         },
         fixed_length=config.score_position == "last",
+        all_tokens="kl" in kl.signals(config.kl),
+        token_mean=config.normalization == "token",
     )
 
 
@@ -90,10 +101,14 @@ def make_experience(
     """Credit: rewards from scores and KL penalty (P8), advantages and returns by GAE (P6), of the whole batch and not
     whitened: see `whiten_minibatch`. Pure; rows are independent, so any part of a batch may be given."""
     mask = rollout.mask
+    scores = shaped(scores, mask, config.shaping)
     rewards, correction = kl.rewards(
         scores, signals, mask, kl_coef=kl_coef, config=config.kl, score_position=config.score_position
     )
-    advantages, returns = gae(rewards, signals.values, mask, gamma=config.gamma, lam=config.lam)
+    advantages, returns = _credit(rewards, signals.values, mask, config)
+    weights = None
+    if config.importance is not None:
+        weights = importance_weights(signals.logprobs, rollout.logprobs, mask, config.importance)
     return CriticExperience(
         tokens=rollout.tokens,
         mask=mask,
@@ -105,7 +120,19 @@ def make_experience(
         advantages=advantages + correction,
         returns=returns,
         correction=correction,
+        weights=weights,
+        ref_logprobs=signals.ref_logprobs if config.kl.place == "loss" else None,
+        kl_coef=kl_coef,
     )
+
+
+def _credit(rewards: Tensor, values: Tensor, mask: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Advantages for the policy and returns for the critic, (B, R) each."""
+    advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+    if config.lam_lengthwise is not None:
+        lam = lengthwise_lambda(mask, alpha=config.lam_lengthwise)
+        advantages, _ = gae(rewards, values, mask, gamma=config.gamma, lam=lam)
+    return advantages, returns
 
 
 def whiten_minibatch(
@@ -124,41 +151,12 @@ def whiten_minibatch(
     rewards, advantages, returns = minibatch.rewards, minibatch.advantages, minibatch.returns
     if config.whiten_rewards:
         rewards = whiten(rewards, minibatch.mask, shift_mean=False, group=group)
-        advantages, returns = gae(rewards, minibatch.values, minibatch.mask, gamma=config.gamma, lam=config.lam)
+        advantages, returns = _credit(rewards, minibatch.values, minibatch.mask, config)
         scale = inverse_deviation(minibatch.rewards, minibatch.mask, group=group)
         advantages = advantages + scale * minibatch.correction
     if config.whiten_advantages:
         advantages = whiten(advantages, minibatch.mask, group=group)
     return dataclasses.replace(minibatch, rewards=rewards, advantages=advantages, returns=returns)
-
-
-def policy_loss(outputs: Outputs, rows: Experience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:
-    """The clipped surrogate, with ratio = exp(logprobs - old logprobs) (Schulman et al. 2017, eq. 7):
-
-        sum_{b,j} mask * max(-A ratio, -A clip(ratio, 1 - clip_range, 1 + clip_range))
-
-    outputs["logprobs"] (B, R), differentiable, of the policy being trained; outputs["entropy"] (B, R) is measured where
-    it is given. Returns (sum, number of tokens, metrics); approxkl is mean(0.5 * (logprobs - old logprobs)^2), clipfrac
-    the share of tokens whose clipped term is the larger.
-    """
-    mask, count = rows.mask, rows.mask.sum()
-    difference = torch.where(mask, outputs["logprobs"] - rows.logprobs, 0)
-    ratio = difference.exp()
-    plain = -rows.advantages * ratio
-    clipped = -rows.advantages * ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
-    total = masked_sum(torch.maximum(plain, clipped), mask)
-    metrics: Metrics = {
-        "ppo/loss/policy": (total, count),
-        "ppo/policy/approxkl": (masked_sum(0.5 * difference**2, mask), count),
-        "ppo/policy/clipfrac": (masked_sum((clipped > plain).float(), mask), count),
-        "ppo/policy/ratio_mean": (masked_sum(ratio, mask), count),
-        "ppo/policy/ratio_var": variance(ratio, mask),
-        "ppo/policy/ratio_max": Max(torch.where(mask, ratio, -torch.inf).max()),
-        "ppo/policy/ratio_min": Min(torch.where(mask, ratio, torch.inf).min()),
-    }
-    if "entropy" in outputs:
-        metrics["ppo/policy/entropy"] = (masked_sum(outputs["entropy"], mask), count)
-    return total, count, metrics
 
 
 def value_loss(outputs: Outputs, rows: CriticExperience, *, config: PPOConfig) -> tuple[Tensor, Tensor, Metrics]:

@@ -1,15 +1,13 @@
-"""REINFORCE on responses (Williams 1992, "Simple statistical gradient-following algorithms", eq. 11): no critic.
+"""Policy gradients without a critic: REINFORCE (Williams 1992, "Simple statistical gradient-following algorithms",
+eq. 11), and with other advantages and losses REINFORCE++, RLOO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, GDPO and ReMax.
+train/presets.py has the published values; docs/algorithms.md compares them.
 
-    A_t = sum_{u >= t} gamma^(u - t) r_u - b,   r: scores and KL penalty (algorithms/kl.py)
-
-The baseline b is a moving average over batches of the mean of a response's undiscounted rewards.
-
-Legend: B rows, R response columns.
+Legend: B rows, R response columns, G samples a prompt (a group), K reward sources.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -18,93 +16,178 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algorithms import kl
-from megarlhf.algorithms.advantages import gae
-from megarlhf.algorithms.interface import Metrics, OnlineAlgorithm, Outputs, State, Update
+from megarlhf.algorithms.advantages import gae, group_advantages, varies
+from megarlhf.algorithms.dynamic import collect_varied
+from megarlhf.algorithms.interface import Actions, Metrics, OnlineAlgorithm, State, Update
 from megarlhf.algorithms.kl import KLConfig, ScorePosition
-from megarlhf.algorithms.masked import masked_sum, whiten
-from megarlhf.batch import Batch, Experience
-from megarlhf.metrics import Max
+from megarlhf.algorithms.masked import inverse_deviation, masked_mean, masked_sum
+from megarlhf.algorithms.policy_loss import PolicyLossConfig, importance_weights, policy_loss
+from megarlhf.algorithms.shaping import ShapingConfig, shaped
+from megarlhf.batch import Batch, Experience, Scores
+
+GROUPED = ("rloo", "grpo", "dr_grpo", "gdpo")
 
 
 @dataclass(frozen=True)
-class ReinforceConfig:
-    """The options of REINFORCE."""
+class ReinforceConfig(PolicyLossConfig):
+    """The options of policy gradients without a critic."""
 
+    # s: a response's score less, with the KL in the reward, its penalty
+    # reinforce: the discounted rewards from a token on, less the baseline; rloo: s - the mean of the group's others;
+    # grpo: (s - the group's mean) / (its standard deviation + eps); dr_grpo: s - the group's mean; gdpo: grpo of each
+    # source, weighted and added; remax: s - that of the greedy response
+    advantage: Literal["reinforce", "rloo", "grpo", "dr_grpo", "gdpo", "remax"] = "reinforce"
+    surrogate: Literal["clip", "cispo", "none"] = "none"
     kl: KLConfig = field(default_factory=KLConfig)
-    gamma: float = 1.0  # discount
-    baseline: Literal["moving", "none"] = "moving"
+    gamma: float = 1.0  # discount; of reinforce
+    baseline: Literal["moving", "none"] = (
+        "moving"  # of reinforce: the mean over past batches of the undiscounted rewards
+    )
     baseline_decay: float = 0.9  # of the moving average, per batch
-    whiten_advantages: bool = False  # per minibatch
-    score_position: ScorePosition = "last_valid"  # the token that gets the score
+    eps: float = 1e-6  # of grpo and gdpo
+    whiten_advantages: bool = False  # subtract the mean over the whole batch's tokens, divide by their deviation
+    score_position: ScorePosition = "last_valid"  # of reinforce: the token that gets the score
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    # Sample up to so many batches of prompts for one batch of groups whose scores differ (dynamic.py); 0: any groups
+    dynamic_rounds: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma: must be between 0 and 1, not {self.gamma}")
         if not 0 <= self.baseline_decay < 1:
             raise ValueError(f"baseline_decay: must be at least 0 and below 1, not {self.baseline_decay}")
+        if self.eps < 0:
+            raise ValueError(f"eps: must not be negative, not {self.eps}")
+        if self.dynamic_rounds < 0:
+            raise ValueError(f"dynamic_rounds: must not be negative, not {self.dynamic_rounds}")
+        if self.advantage != "reinforce" and (self.gamma != 1 or self.score_position != "last_valid"):
+            raise ValueError(
+                f"advantage: {self.advantage} gives all tokens of a response one advantage, so gamma must be 1 and "
+                "score_position last_valid"
+            )
+        if self.dynamic_rounds and self.advantage not in GROUPED:
+            raise ValueError(f"dynamic_rounds: {self.advantage} does not compare responses; use {', '.join(GROUPED)}")
+        if self.advantage == "gdpo" and self.kl.place == "reward" and self.kl.coef:
+            raise ValueError(
+                "advantage: gdpo scales the sources each, so a KL in the reward has no scale; set kl.place loss"
+            )
+
+    @property
+    def moving(self) -> bool:
+        return self.advantage == "reinforce" and self.baseline == "moving"
 
 
 def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
-    """REINFORCE for the loop: a policy alone."""
-    updates = {"actor": Update(policy_loss, {"with_entropy": True})}
+    """The algorithm for the loop: a policy alone."""
+    loss = partial(policy_loss, config=config, kl=config.kl, name="reinforce")
+    updates = {"actor": Update(loss, {"with_entropy": True})}
     return OnlineAlgorithm(
         make_experience=partial(make_experience, config=config),
         updates=lambda step: updates,
-        objective=lambda batch, state: kl.objective(
-            batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config.kl
-        ),
-        minibatch=partial(whiten_minibatch, config=config),
+        objective=partial(objective, config=config),
+        collect=partial(collect, config=config),
         signals=kl.signals(config.kl),
         state={"kl_coef": config.kl.coef, "baseline": 0.0, "baseline_weight": 0.0},
         restore=partial(restored, config=config),
         adapt=partial(adapt, config=config),
+        group_size=2 if config.advantage in GROUPED else 1,
         fixed_length=config.score_position == "last",
+        all_tokens=True,
+        token_mean=config.normalization == "token",
+        greedy=config.advantage == "remax",
     )
 
 
-def make_experience(batch: Batch, state: State, *, config: ReinforceConfig) -> Experience:
-    """Advantages: discounted returns of every token less the baseline, (B, R). Pure; rows are independent."""
-    rollout, mask = batch.rollout, batch.rollout.mask
-    rewards, correction = kl.rewards(
-        batch.scores, batch.signals, mask, kl_coef=state["kl_coef"], config=config.kl,
-        score_position=config.score_position,
-    )  # fmt: skip
-    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)  # without values
+def collect(act: Actions, *, config: ReinforceConfig) -> Batch:
+    """A batch; for remax, with the scores of greedy responses in `extra`."""
+    if config.dynamic_rounds:
+        rollout, scores, rounds = collect_varied(act, config.dynamic_rounds)
+        return act.evaluate(rollout, scores, rounds=torch.full_like(scores.scores, rounds))
+    prompts = act.prompts()
+    rollout = act.sample(prompts)
+    scores, extra = act.score(rollout), {}
+    if config.advantage == "remax":
+        greedy = act.greedy(prompts)
+        found = shaped(act.score(greedy), greedy.mask, config.shaping).total
+        extra["greedy"] = found.repeat_interleave(len(rollout) // len(prompts))
+    return act.evaluate(rollout, scores, **extra)
+
+
+def make_experience(
+    batch: Batch, state: State, group: dist.ProcessGroup | None, *, config: ReinforceConfig
+) -> Experience:
+    """The rows with advantages (B, R), and what the loss needs beside them. Rows of a group are on one rank. Collective
+    with `whiten_advantages`."""
+    rollout, signals, mask = batch.rollout, batch.signals, batch.rollout.mask
+    scores = shaped(batch.scores, mask, config.shaping)
+    advantages = torch.where(mask, _advantages(batch, scores, state, config), 0)
+    if config.whiten_advantages:
+        mean = masked_mean(advantages.double(), mask, group=group)
+        scale = inverse_deviation(advantages, mask, group=group)
+        advantages = torch.where(mask, ((advantages - mean) * scale).to(advantages.dtype), 0)
+    weights = None
+    if config.importance is not None:
+        weights = importance_weights(signals.logprobs, rollout.logprobs, mask, config.importance)
     return Experience(
         tokens=rollout.tokens,
         mask=mask,
         segments=rollout.segments,
         prompt_len=rollout.prompt_len,
-        logprobs=batch.signals.logprobs,
-        advantages=torch.where(mask, returns - state["baseline"] + correction, 0),
+        logprobs=signals.logprobs,
+        advantages=advantages,
+        weights=weights,
+        ref_logprobs=signals.ref_logprobs if config.kl.place == "loss" else None,
+        kl_coef=state["kl_coef"],
     )
 
 
-def whiten_minibatch(rows: Experience, group: dist.ProcessGroup | None, *, config: ReinforceConfig) -> Experience:
-    """The minibatch, with its advantages whitened if the configuration asks for it."""
-    if not config.whiten_advantages:
-        return rows
-    return replace(rows, advantages=whiten(rows.advantages, rows.mask, group=group))
+def _advantages(batch: Batch, scores: Scores, state: State, config: ReinforceConfig) -> Tensor:
+    """(B, R), or (B, 1) for all tokens of a response."""
+    mask, group_ids = batch.rollout.mask, batch.rollout.group_ids
+    rewards, correction = kl.rewards(
+        scores, batch.signals, mask, kl_coef=state["kl_coef"], config=config.kl, score_position=config.score_position
+    )
+    if config.advantage == "reinforce":
+        returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)  # without values
+        return returns - state["baseline"] + correction
+    if config.advantage == "gdpo":
+        # The sources' own scores, so a penalty of length belongs to the first.
+        columns = zip(batch.scores.by_source.unbind(1), batch.scores.weights, strict=True)
+        return sum(
+            weight * group_advantages(column, group_ids, deviation=True, eps=config.eps)[0]
+            for column, weight in columns
+        )[:, None]
+    total = torch.where(mask, rewards, 0).sum(1)
+    if config.advantage == "remax":
+        return (total - batch.extra["greedy"])[:, None] + correction
+    found, factor = group_advantages(
+        total, group_ids, leave_one_out=config.advantage == "rloo", deviation=config.advantage == "grpo", eps=config.eps
+    )
+    return found[:, None] + factor[:, None] * correction
 
 
-def policy_loss(outputs: Outputs, rows: Experience) -> tuple[Tensor, Tensor, Metrics]:
-    """sum_{b,j} mask * -A exp(logprobs - old logprobs): in the first update of a batch its gradient is REINFORCE's,
-    -A grad logprobs; in later ones the ratio is the importance weight of the old policy's samples. outputs["logprobs"]
-    (B, R), differentiable. Returns (sum, number of tokens, metrics)."""
-    mask, count = rows.mask, rows.mask.sum()
-    difference = torch.where(mask, outputs["logprobs"] - rows.logprobs, 0)
-    total = masked_sum(-rows.advantages * difference.exp(), mask)
-    return total, count, {
-        "reinforce/loss/policy": (total, count),
-        "reinforce/policy/approxkl": (masked_sum(0.5 * difference**2, mask), count),
-        "reinforce/policy/ratio_max": Max(torch.where(mask, difference.exp(), 0).max()),
-        "reinforce/policy/entropy": (masked_sum(outputs["entropy"], mask), count),
-    }  # fmt: skip
+def objective(batch: Batch, state: State, *, config: ReinforceConfig) -> Metrics:
+    """Metrics of the policy that sampled the batch; groups/varied is the share of responses whose group's scores
+    differ, groups/rounds the number of batches that were sampled for this one."""
+    found = kl.objective(batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config.kl)
+    count = torch.ones_like(batch.scores.scores).sum()
+    if config.advantage in GROUPED:
+        found["groups/varied"] = (varies(batch.scores.total, batch.rollout.group_ids).sum(), count)
+    for name in batch.extra.keys() & {"rounds", "greedy"}:
+        found[f"groups/{name}"] = (batch.extra[name].sum(), count)
+    if config.shaping != ShapingConfig():
+        loss = batch.scores.scores - shaped(batch.scores, batch.rollout.mask, config.shaping).scores
+        found["objective/length_penalty"] = (loss.sum(), count)
+    if config.importance is not None:
+        gap = (batch.signals.logprobs - batch.rollout.logprobs).exp()
+        found["objective/importance"] = (masked_sum(gap, batch.rollout.mask), batch.rollout.mask.sum())
+    return found
 
 
 def restored(state: State, *, config: ReinforceConfig) -> State:
     """A saved state -> the state to continue with under `config`."""
-    forget = {"baseline": 0.0, "baseline_weight": 0.0} if config.baseline == "none" else {}
+    forget = {} if config.moving else {"baseline": 0.0, "baseline_weight": 0.0}
     return kl.restored(state, config.kl) | forget
 
 
@@ -112,9 +195,10 @@ def adapt(state: State, values: dict[str, float], batch_size: int, *, config: Re
     """The next batch's KL coefficient and baseline. The average has no bias from its start at 0: it is divided by the
     total weight of the batches so far."""
     coef = kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
-    baseline, weight, seen = state["baseline"], state["baseline_weight"], values["objective/scores_total"]
+    baseline, weight = state["baseline"], state["baseline_weight"]
     learned = "reinforce/loss/policy" in values  # a batch that the guard refused may have any score
-    if config.baseline == "moving" and learned:
+    if config.moving and learned:
+        seen = values["objective/scores_total" if config.kl.place == "reward" else "objective/scores"]
         decay, before = config.baseline_decay, weight
         weight = decay * before + 1 - decay
         baseline = (decay * before * baseline + (1 - decay) * seen) / weight

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.batch import Compared, Experience, Rollout, Signals
+from megarlhf.batch import Compared, Experience, Rollout, Signals, Stage
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 from megarlhf.stream import num_tokens, shares
@@ -90,14 +90,14 @@ def minibatches(
             yield whole.select(torch.from_numpy(mine).to(whole.tokens.device))
 
 
-def gather(experience: Experience, topology: Topology) -> Experience:
-    """The global batch, G rows in the order of the data-parallel ranks, on every rank."""
+def gather(rows: Stage, topology: Topology) -> Stage:
+    """The rows of the global batch, in the order of the data-parallel ranks, on every rank."""
     if topology.data_size == 1:
-        return experience
+        return rows
 
     def collect(value: Tensor) -> Tensor:
         parts = [torch.empty_like(value) for _ in range(topology.data_size)]
         dist.all_gather(parts, value.contiguous(), group=topology.data_group)
         return torch.cat(parts)
 
-    return experience.map(collect)
+    return rows.map(collect)

@@ -173,6 +173,7 @@ class Scorer:
             accepted=accepted,
             token_scores=torch.where(accepted[:, None], token_scores, 0),
             by_source=by_source,
+            weights=tuple(source.weight for source in self.config.sources),
         )
 
     def metrics(self, scores: Scores) -> dict[str, tuple[Tensor, Tensor] | Metric]:

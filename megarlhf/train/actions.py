@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarlhf.algorithms.interface import State
 from megarlhf.algorithms.supervised import ptx_loss
-from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores
+from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Stage
 from megarlhf.cluster import backend
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
@@ -36,6 +36,7 @@ class Models:
     prompts: PromptLoader
     text: Pretraining | None = None
     average: Engine | None = None  # follows the actor
+    greedy: Sampler | None = None  # of the most probable responses
 
     @property
     def saved(self) -> dict[str, Engine]:
@@ -83,7 +84,8 @@ class Actions:
     ):
         self.models, self.progress, self.clock = models, progress, clock
         self.temperature, self.signals = temperature, signals
-        self.step, self.group = progress.step, models.actor.topology.data_group
+        self.step, self.topology = progress.step, models.actor.topology
+        self.group, self.rank = self.topology.data_group, self.topology.data_rank
 
     def prompts(self) -> Prompts:
         self.clock.enter("sample")
@@ -95,11 +97,20 @@ class Actions:
         self.clock.enter("sample")
         return self.models.sampler.sample(prompts)
 
+    def greedy(self, prompts: Prompts) -> Rollout:
+        self.clock.enter("sample")
+        return self.models.greedy.sample(prompts)
+
     def score(self, rollout: Rollout) -> Scores:
         self.clock.enter("score")
         scores = self.models.scorer.score(rollout)
         self.progress.scorer = self.models.scorer.state
         return scores
+
+    def gathered(self, rows: Stage) -> Stage:
+        from megarlhf.experience.rollout import gather
+
+        return gather(rows, self.topology)
 
     def evaluate(self, rollout: Rollout, scores: Scores, **extra: Tensor) -> Batch:
         """Log-probs at the sampling temperature (detail P1) and the other signals."""

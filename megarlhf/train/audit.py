@@ -1,7 +1,7 @@
-"""The audit: every documented detail of PPO, its setting, and the value in this run.
+"""The audit: what a configuration can change of an algorithm, its value in this run, and the published one.
 
-Numbers as in "The N Implementation Details of RLHF with PPO" (Huang et al. 2024), checked against the original source,
-openai/lm-human-preferences.
+Numbers of PPO's details as in "The N Implementation Details of RLHF with PPO" (Huang et al. 2024), checked against the
+original source, openai/lm-human-preferences.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import yaml
 
-from megarlhf import records
+from megarlhf import config, records
+from megarlhf.algorithms.reinforce import ReinforceConfig
 from megarlhf.experience.scorer import SourceConfig
 from megarlhf.models.locate import find_model
+from megarlhf.train import presets
 from megarlhf.train.rl_config import OnlineRunConfig
-from megarlhf.train.settings import RUN_FILE
+from megarlhf.train.settings import RUN_FILE, flat
 
 Row = tuple[str, str, Any, Any]  # number, what, its value in this run, the original's
 
@@ -66,24 +68,48 @@ def details(settings: OnlineRunConfig) -> list[Row]:
     ]  # fmt: skip
 
 
-def table(rows: list[Row], preset: str) -> list[str]:
+def switches(settings: OnlineRunConfig) -> list[Row]:
+    """The switches of a policy gradient without a critic, and of sampling and training those that its preset has."""
+    preset = presets.REINFORCE.get(settings.preset, {})
+    whole = config.from_dict(ReinforceConfig, preset.get("reinforce", {}), f"preset {settings.preset}")
+    original = flat(preset | {"reinforce": config.to_dict(whole)})
+    now = flat({name: config.to_dict(getattr(settings, name)) for name in {**preset, "reinforce": None}})
+    keys = [key for key in now if key in original or key.startswith("reinforce.")]
+    return [("", key, now[key], original.get(key)) for key in keys]
+
+
+# Of an algorithm: its rows, and the first line of its table, with the preset.
+AUDITS = {
+    "ppo": (details, "audit of PPO's details (preset {}; * differs from the 2019 original)"),
+    "reinforce": (switches, "audit of switches (preset {}; * differs from it)"),
+}
+
+
+def rows_of(settings: OnlineRunConfig) -> list[Row]:
+    """The audit of a configuration, [] of an algorithm without one."""
+    return AUDITS[settings.algorithm][0](settings) if settings.algorithm in AUDITS else []
+
+
+def table(rows: list[Row], settings: OnlineRunConfig) -> list[str]:
     """The audit as lines, [] without rows; a star marks differences from the original."""
     if not rows:
         return []
-    lines = [f"audit of PPO's details (preset {preset}; * differs from the 2019 original)"]
+    lines = [AUDITS[settings.algorithm][1].format(settings.preset)]
     for number, what, value, original in rows:
         differs = "" if value == original else f"   * {_shown(original)}"
         lines.append(f"  {number:<4} {what:<64} {_shown(value)}{differs}")
+    if settings.algorithm != "ppo":
+        return lines
     return [*lines, "built in, without a switch:", *(f"  {number:<4} {what}" for number, what in BUILT_IN)]
 
 
-def save(rows: list[Row], path: Path) -> None:
+def save(rows: list[Row], path: Path, built_in: tuple[tuple[str, str], ...] = ()) -> None:
     """The audit as JSON for `megarlhf report`, values as `table` shows them; built-in details have empty values."""
     shown = [
         {"detail": number, "what": what, "value": _shown(value), "original": _shown(original)}
         for number, what, value, original in rows
     ]
-    shown += [{"detail": number, "what": what, "value": "", "original": ""} for number, what in BUILT_IN if rows]
+    shown += [{"detail": number, "what": what, "value": "", "original": ""} for number, what in built_in]
     records.replace(path, json.dumps(shown, indent=1) + "\n")
 
 

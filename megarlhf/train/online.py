@@ -52,7 +52,7 @@ def train(
                 config=settings.gate,
             )  # fmt: skip
         clock.enter("learn")
-        experience = algorithm.make_experience(batch, progress.state)  # 2. credit
+        experience = algorithm.make_experience(batch, progress.state, act.group)  # 2. credit
         means = measure(algorithm, batch, progress.state, models)
         if why := guard.refusal(means, settings.guard):
             progress.refused += 1

@@ -24,8 +24,6 @@ from megarlhf.train.actions import Models, Pretraining, Progress
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.rl_config import ALGORITHMS, OnlineRunConfig, load, run_config
 
-AUDITS = {"ppo": audit.details}  # an algorithm's settings, compared to the original's
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(setup.Plan):
@@ -66,10 +64,10 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             "responses before; use last_valid, or stop_at_eos: false"
         )
     draw = settings.sampler
-    if "kl" in algorithm.signals and (draw.greedy or draw.top_k or draw.top_p < 1):
+    if algorithm.all_tokens and (draw.greedy or draw.top_k or draw.top_p < 1):
         raise UserError(
-            f"{name}.kl.estimator: exact is the KL of the whole vocabulary, but sampler.top_k, top_p or greedy leave "
-            "out tokens; use k1, or sample from all tokens"
+            f"sampler: {name} with these options needs responses sampled from all tokens, and top_k, top_p or greedy "
+            "leave some out; remove them, or change the temperature instead"
         )
     if any(source.url for source in settings.scoring.sources) and 60 * settings.job.hang_minutes <= sources.PATIENCE:
         raise UserError(
@@ -111,6 +109,8 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     if settings.average is not None and not 0 < settings.average < 1:
         raise UserError(f"average: must be between 0 and 1, not {settings.average}")
     if settings.ptx is not None:
+        if not algorithm.token_mean:
+            raise UserError(f"ptx: text is added to a mean over tokens, so {name}.normalization must be token")
         if settings.ptx.batch_size % data_size:
             raise UserError(
                 f"ptx.batch_size: {settings.ptx.batch_size} is not a multiple of {data_size} data-parallel ranks; "
@@ -146,11 +146,11 @@ def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepar
     algorithm = settings.value
     models, progress = assemble(settings, algorithm, plan, topology)
     sizes, directory = settings.training, Path(settings.run)
-    rows = AUDITS[settings.algorithm](settings) if settings.algorithm in AUDITS else []
+    rows = audit.rows_of(settings)
 
     def loop(checkpoints, log, write_files):
         if topology.rank == 0:
-            audit.save(rows, directory / "audit.json")
+            audit.save(rows, directory / "audit.json", audit.BUILT_IN if settings.algorithm == "ppo" else ())
             rate = job_checks.matmul_rate() * topology.world_size
             phases = work.online_step(settings, plan.start.architecture, topology.data_size)
             work.save(phases, rate, directory / "work.json")
@@ -159,7 +159,7 @@ def prepare(settings: OnlineRunConfig, plan: Plan, topology: Topology) -> Prepar
         )
 
     steps = f"{sizes.steps} of {sizes.batch_size} responses, {sizes.epochs} epochs of {sizes.minibatches} updates"
-    banner, notes = {"algorithm": settings.algorithm, "steps": steps}, tuple(audit.table(rows, settings.preset))
+    banner, notes = {"algorithm": settings.algorithm, "steps": steps}, tuple(audit.table(rows, settings))
     return Prepared(models.saved, progress.step, loop, banner, notes)
 
 
@@ -212,6 +212,10 @@ def assemble(
         actor, replace(settings.sampler, micro_batch_size=rows), prompt_length=settings.prompts.length,
         seed=settings.seed, eos_id=start.tokenizer.eos_id,
     )  # fmt: skip
+    greedy = None
+    if algorithm.greedy:
+        draw = replace(settings.sampler, micro_batch_size=rows, samples_per_prompt=1, greedy=True)
+        greedy = Sampler(actor, draw, prompt_length=settings.prompts.length, eos_id=start.tokenizer.eos_id)
     models = Models(
         actor=actor,
         critic=critic,
@@ -242,6 +246,7 @@ def assemble(
             settings.ptx.coef,
         ),
         average=average,
+        greedy=greedy,
     )  # fmt: skip
     models.scorer.load_state(progress.scorer)
     return models, progress

@@ -18,6 +18,7 @@ from megarlhf.experience.gate import GateConfig
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.optim import OptimizerConfig
+from megarlhf.train import presets
 from megarlhf.train.guard import GuardConfig
 from megarlhf.train.settings import MicroBatchConfig, RunConfig
 
@@ -32,23 +33,9 @@ class Entry:
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-# The 2019 original (lm-human-preferences, launch.py's sentiment task), without files and layouts.
-PPO_PRESETS = {
-    "openai_2019": {
-        "prompts": {"length": 64, "start_text": ".", "end_text": "."},
-        "sampler": {"response_length": 24, "temperature": 0.7, "stop_at_eos": False},
-        "scoring": {"truncate_token": ".", "truncate_after": 16, "penalty": -1.0},
-        "ppo": config.to_dict(ppo.OPENAI_2019),
-        "critic": {"kind": "shared"},
-        "training": {"batch_size": 512, "minibatches": 1, "epochs": 4},
-        "optimizer": {"name": "tf_adam", "lr": 1e-5, "schedule": "linear", "betas": [0.9, 0.999], "eps": 1e-5,
-                      "clip_grad": 0.0},
-    },
-}  # fmt: skip
-
 ALGORITHMS = {
-    "ppo": Entry(ppo.PPOConfig, ppo.algorithm, critic=True, presets=PPO_PRESETS),
-    "reinforce": Entry(reinforce.ReinforceConfig, reinforce.algorithm),
+    "ppo": Entry(ppo.PPOConfig, ppo.algorithm, critic=True, presets=presets.PPO),
+    "reinforce": Entry(reinforce.ReinforceConfig, reinforce.algorithm, presets=presets.REINFORCE),
 }
 
 
@@ -165,21 +152,26 @@ def load(path: str | None, overrides: list[str], *, default: str | None = None) 
     if default is not None and any(name != default for name in named):
         other = next(name for name in named if name != default)
         raise UserError(
-            f"{given[other]}: the section '{other}' names another algorithm than 'megarlhf {default}' runs; remove it, "
-            "or start the file with 'megarlhf rl'"
+            f"{given[other].where}: the section '{other}' names another algorithm than 'megarlhf {default}' runs; "
+            "remove it, or start the file with 'megarlhf rl'"
         )
     if len(named) > 1:
-        raise UserError(f"{given[named[1]]}: the sections {' and '.join(named)} name an algorithm each; keep one")
+        where = given[named[1]].where
+        raise UserError(f"{where}: the sections {' and '.join(named)} name an algorithm each; keep one")
+    if not named and default is None:  # a preset names its algorithm too
+        named = [
+            name for name, entry in ALGORITHMS.items() if "preset" in given and given["preset"].value in entry.presets
+        ]
     if not named and default is None:
         known = {field.name for name in ALGORITHMS for field in fields(run_config(name))}
         for key in given.keys() - known:  # perhaps it is a file for another program
-            raise UnknownKeyError(f"{given[key]}: unknown key '{key}'; {config.nearest(key, sorted(known))}")
+            raise UnknownKeyError(f"{given[key].where}: unknown key '{key}'; {config.nearest(key, sorted(known))}")
         raise UserError(
             f"{path or 'command line'}: no section names the algorithm; add one of: {', '.join(ALGORITHMS)} (empty for "
-            "its defaults)"
+            "its defaults), or a preset"
         )
     name = named[0] if named else default
     entry = ALGORITHMS[name]
     if "critic" in given and not entry.critic:
-        raise UserError(f"{given['critic']}: {name} has no critic; remove the section")
+        raise UserError(f"{given['critic'].where}: {name} has no critic; remove the section")
     return config.load(run_config(name), path, overrides, presets={"default": {}, **entry.presets})

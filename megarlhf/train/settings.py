@@ -147,11 +147,11 @@ def changes(config: RunConfig, step_directory: Path) -> list[str]:
     """Differences between the configuration of a checkpoint and the present one, which a resumed run reports."""
     path = step_directory / RUN_FILE
     try:
-        before = _flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
+        before = flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or "not text"
         raise UserError(f"{path}: damaged ({reason}); resume from another step directory")
-    now = _flat(configuration.to_dict(config))
+    now = flat(configuration.to_dict(config))
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -159,9 +159,10 @@ def changes(config: RunConfig, step_directory: Path) -> list[str]:
     ]
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value} of nested sections."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {
-        key: value for name, sub in tree.items() for key, value in _flat(sub, f"{prefix}.{name}".lstrip(".")).items()
+        key: value for name, sub in tree.items() for key, value in flat(sub, f"{prefix}.{name}".lstrip(".")).items()
     }

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megarlhf import metrics
 from megarlhf.algorithms.masked import whiten
-from megarlhf.algorithms.ppo import PPOConfig, policy_loss, value_loss, whiten_minibatch
+from megarlhf.algorithms.policy_loss import policy_loss as general_loss
+from megarlhf.algorithms.ppo import PPOConfig, value_loss, whiten_minibatch
 from megarlhf.algorithms.reward import normalisation
 from megarlhf.batch import CriticExperience
 from megarlhf.metrics import Max, Mean, Min, Variance
@@ -16,6 +17,7 @@ from megarlhf.models.build import build
 from tests.distributed.layouts import ADAM, LLAMA, examples, layout, share
 
 CONFIG = PPOConfig(whiten_rewards=True)
+policy_loss = partial(general_loss, kl=CONFIG.kl, name="ppo")
 
 
 def reductions():

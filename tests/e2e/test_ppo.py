@@ -293,5 +293,5 @@ def test_openai_preset_and_audit(settings):
     assert CHANGES.keys() == {what for _, what, _, _ in audit.details(loaded)}
     for what, change in CHANGES.items():
         assert what in differing(change), what
-    shown = "\n".join(audit.table(audit.details(loaded), "openai_2019"))
+    shown = "\n".join(audit.table(audit.details(loaded), loaded))
     assert all(f"{number:<4} {what}\n" in shown + "\n" for number, what in audit.BUILT_IN)

@@ -120,7 +120,7 @@ MISTAKES = {
     "critic": ("rl", [], {"critic": {"kind": "shared"}}, "reinforce has no critic; remove the section"),
     "position": ("rl", [], {"reinforce": {"score_position": "last"}}, "reinforce.score_position: 'last' is"),
     "exact": ("rl", [], {"reinforce": {"kl": {"estimator": "exact"}}, "sampler": {"top_k": 3}},
-              "reinforce.kl.estimator: exact is the KL of the whole vocabulary"),
+              "sampler: reinforce with these options needs responses sampled from all tokens"),
     "decay": ("rl", [], {"reinforce": {"baseline_decay": 1.0}}, "reinforce.baseline_decay: must be at least 0"),
 }  # fmt: skip
 

@@ -17,12 +17,12 @@ from megarlhf.algorithms.advantages import gae
 from megarlhf.algorithms.interface import share_trunk
 from megarlhf.algorithms.kl import KLConfig, kl_estimate, next_kl_coef, objective, penalised_rewards
 from megarlhf.algorithms.masked import last_valid, masked_mean, masked_sum, masked_var, whiten
+from megarlhf.algorithms.policy_loss import policy_loss as general_loss
 from megarlhf.algorithms.ppo import (
     OPENAI_2019,
     PPOConfig,
     algorithm,
     make_experience,
-    policy_loss,
     value_loss,
     whiten_minibatch,
 )
@@ -35,6 +35,7 @@ from tests.scoring import row_ids
 
 ROWS, LENGTH = 8, 6
 DEFAULT = PPOConfig()
+policy_loss = partial(general_loss, kl=DEFAULT.kl, name="ppo")
 
 
 def close(actual, expected, tolerance=1e-12):
@@ -490,8 +491,14 @@ def test_objective(mask):
 
 
 def test_the_originals_values():
-    assert configuration.to_dict(OPENAI_2019) == {
-        "kl": {"coef": 0.15, "controller": "adaptive", "target": 6.0, "horizon": 10_000, "estimator": "k1"},
+    off = {  # later inventions
+        "surrogate": "clip", "clip_range_high": None, "dual_clip": None, "ratio": "token", "normalization": "token",
+        "entropy_coef": 0.0, "importance": None, "lam_lengthwise": None, "critic_warmup": 0,
+        "shaping": {"overlong_buffer": 0, "overlong_penalty": 1.0, "length_penalty": 0.0},
+    }  # fmt: skip
+    assert configuration.to_dict(OPENAI_2019) == off | {
+        "kl": {"coef": 0.15, "controller": "adaptive", "target": 6.0, "horizon": 10_000, "place": "reward",
+               "estimator": "k1"},
         "gamma": 1.0, "lam": 0.95, "score_position": "last", "whiten_rewards": True, "whiten_advantages": True,
         "clip_range": 0.2, "clip_range_value": 0.2, "vf_coef": 0.1,
     }  # fmt: skip
@@ -501,12 +508,16 @@ def test_the_originals_values():
     ("values", "message"),
     [
         ({"lam": 1.5}, "lam: must be between 0 and 1, not 1.5"),
-        ({"clip_range": 0}, "clip_range: must be between 0 and 1, not 0"),
+        ({"clip_range": 0}, "clip_range: must be above 0 and at most 1, not 0"),
         ({"vf_coef": -1}, "vf_coef: must be positive"),
         ({"kl": {"coef": -0.1}}, "kl.coef: must not be negative"),
         ({"kl": {"target": 0}}, "kl.target: must be positive"),
-        ({"kl": {"estimator": "k4"}}, "kl.estimator: must be k1 or exact, not 'k4'"),
-        ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 as a reward is biased: .*; use k1 or exact"),
+        ({"kl": {"estimator": "k4"}}, "kl.estimator: k4 in the reward does not exist; use k1 or exact"),
+        ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 in the reward is biased: .*; use k1 or exact"),
+        ({"kl": {"place": "loss"}}, "kl.estimator: k1 in the loss has no gradient on average; use k2 or k3"),
+        ({"dual_clip": 1.1}, "dual_clip: must be at least 1 \\+ clip_range_high = 1.2, with surrogate clip, not 1.1"),
+        ({"importance": {"low": 0.5}}, "importance.low: is for mode mask"),
+        ({"shaping": {"overlong_buffer": -1}}, "shaping.overlong_buffer: must not be negative, not -1"),
         ({"score_position": "first"}, "score_position must be one of last, last_valid"),
     ],
 )

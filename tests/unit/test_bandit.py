@@ -66,7 +66,7 @@ def trained(algorithm, *, length, rows=512, updates=150):
         )  # fmt: skip
         rollout = Rollout(tokens=tokens, mask=mask, **row_ids(rows), logprobs=old["logprobs"])
         batch = Batch(rollout, Scores(scores[tuple(response.T)], mask, mask[:, 0]), signals)
-        experience = algorithm.minibatch(algorithm.make_experience(batch, state), None)
+        experience = algorithm.minibatch(algorithm.make_experience(batch, state, None), None)
         total, count, learned = algorithm.updates(step)["actor"].loss(outputs, experience)
         optimizer.zero_grad()
         (total / count).backward()

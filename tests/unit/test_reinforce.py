@@ -22,7 +22,7 @@ STATE = {"kl_coef": 0.15, "baseline": 0.7, "baseline_weight": 0.1}
 def test_advantages(mask, estimator):
     batch = Batch(*rollout_of(mask))
     config = ReinforceConfig(kl=KLConfig(estimator=estimator), gamma=0.9)
-    found = reinforce.make_experience(batch, STATE, config=config)
+    found = reinforce.make_experience(batch, STATE, None, config=config)
     expected = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
     k1 = batch.signals.logprobs - batch.signals.ref_logprobs
     for b, length in enumerate(mask.sum(1).tolist()):
@@ -35,9 +35,11 @@ def test_advantages(mask, estimator):
 
 
 def test_the_gradient_is_reinforces_and_stays_within_the_mask():
-    experience = reinforce.make_experience(Batch(*rollout_of(STOPPED)), STATE, config=ReinforceConfig())
+    config = ReinforceConfig()
+    experience = reinforce.make_experience(Batch(*rollout_of(STOPPED)), STATE, None, config=config)
     logprobs = experience.logprobs.clone().requires_grad_()
-    total, count, _ = reinforce.policy_loss({"logprobs": logprobs, "entropy": torch.zeros(ROWS, LENGTH)}, experience)
+    loss = reinforce.algorithm(config).updates(0)["actor"].loss
+    total, count, _ = loss({"logprobs": logprobs, "entropy": torch.zeros(ROWS, LENGTH)}, experience)
     total.backward()
     close(logprobs.grad, -experience.advantages)
     assert count == STOPPED.sum() and not logprobs.grad[~STOPPED].any()

@@ -334,7 +334,7 @@ def test_the_audit_that_a_run_wrote_is_shown(tmp_path):
     settings = config.from_dict(run_config("ppo"), values, "test")
     run = make(tmp_path, ppo_records(1))
     details = audit.details(settings)
-    audit.save(details, run / "audit.json")
+    audit.save(details, run / "audit.json", audit.BUILT_IN)
     page = Page(report.render(run))
     assert [a.get("class") for tag, a in page.elements if tag == "tr"].count("differs") == sum(
         value != original for _, _, value, original in details
