@@ -6,10 +6,6 @@ transforms and says how. What stands outside the mask is NaN here, and six more 
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
@@ -17,32 +13,16 @@ from megarlhf.algorithms import ppo, reinforce
 from megarlhf.algorithms.advantages import gae, group_advantages
 from megarlhf.algorithms.kl import KLConfig, kl_estimate, loss_estimate
 from megarlhf.algorithms.masked import masked_mean, masked_var
-from megarlhf.algorithms.policy_loss import ImportanceConfig, PolicyLossConfig, policy_loss
+from megarlhf.algorithms.policy_loss import ImportanceConfig, PolicyLossConfig
 from megarlhf.algorithms.ppo import PPOConfig
 from megarlhf.algorithms.reinforce import ReinforceConfig
 from megarlhf.algorithms.shaping import ShapingConfig, shaped
-from megarlhf.batch import Batch, CriticExperience, Experience, Rollout, Scores, Signals
+from megarlhf.batch import CriticExperience, Experience, Scores
+from tests.online_cases import ASYMMETRIC, COLUMNS, GIVEN, MASK, NO_KL, ROWS, SEQUENCES, batch_of, load, loss_of, wide
 
-
-def load(name):
-    with np.load(Path(__file__).parent / "goldens" / f"online_{name}.npz") as file:
-        return {key: torch.tensor(file[key]) for key in file}
-
-
-GIVEN, GOLDEN = load("inputs"), load("trl") | load("verl")
-ROWS, COLUMNS = GIVEN["mask"].shape
-LIMIT = int(GIVEN["limit"])  # our responses have so many columns
-MASK = torch.nn.functional.pad(GIVEN["mask"], (0, LIMIT - COLUMNS))
+GOLDEN = load("trl") | load("verl")
 TOKENS = int(MASK.sum())
 BESSEL = (TOKENS - 1) / TOKENS  # TRL and verl divide variances by n - 1, we by n
-NO_KL = KLConfig(coef=0.0)
-
-
-def wide(values, outside=math.nan):
-    """(B, COLUMNS) or (B,) -> (B, LIMIT), `outside` outside the mask."""
-    values = values[:, None].expand(ROWS, LIMIT) if values.dim() == 1 else values
-    values = torch.nn.functional.pad(values, (0, LIMIT - values.shape[1]))
-    return torch.where(MASK, values, outside)
 
 
 def same(found, golden, tolerance=1e-6):
@@ -54,19 +34,7 @@ def same(found, golden, tolerance=1e-6):
     torch.testing.assert_close(found.double(), golden, rtol=tolerance, atol=tolerance)
 
 
-SEQUENCES = dict(tokens=torch.zeros(ROWS, 1 + LIMIT, dtype=torch.int64), mask=MASK, prompt_len=1)
-
-
 # ------------------------------------------------------------------------------------------------ advantages
-
-
-def batch_of(**extra):
-    signals = Signals(wide(GIVEN["old"]), wide(GIVEN["ref"]), wide(GIVEN["values"]))
-    ids = {name: GIVEN["group_ids"] for name in ("sequence_ids", "prompt_ids", "group_ids")}
-    rollout = Rollout(**SEQUENCES, **ids, logprobs=wide(GIVEN["sampler"]))
-    weights = tuple(GIVEN["weights"].tolist())
-    scores = Scores(GIVEN["scores"], MASK, MASK[:, 0], by_source=GIVEN["by_source"], weights=weights)
-    return Batch(rollout, scores, signals, extra)
 
 
 def experience_of(config, **extra):
@@ -144,18 +112,6 @@ def test_groups_are_found_by_their_ids():
 # ------------------------------------------------------------------------------------------------ losses
 
 
-def loss_of(config, *, advantages, weights=None, kl=NO_KL):
-    """(loss, gradients by log-probs and entropy, metrics)."""
-    rows = Experience(
-        **SEQUENCES, logprobs=wide(GIVEN["old"]), advantages=wide(advantages, 0.0), weights=weights,
-        ref_logprobs=wide(GIVEN["ref"]), kl_coef=kl.coef,
-    )  # fmt: skip
-    outputs = {name: wide(GIVEN[of]).requires_grad_() for name, of in (("logprobs", "new"), ("entropy", "entropy"))}
-    total, count, metrics = policy_loss(outputs, rows, config=config, kl=kl, name="x")
-    gradients = torch.autograd.grad(total / count, list(outputs.values()), allow_unused=True)
-    return (total / count).detach(), *gradients, metrics
-
-
 def agrees(name, config, *, advantages=GIVEN["advantages"], weights=None, kl=NO_KL):
     loss, gradient, entropy, metrics = loss_of(config, advantages=advantages, weights=weights, kl=kl)
     same(loss, f"{name}/loss")
@@ -165,7 +121,6 @@ def agrees(name, config, *, advantages=GIVEN["advantages"], weights=None, kl=NO_
     return {key: value[0] / value[1] for key, value in metrics.items() if isinstance(value, tuple)}
 
 
-ASYMMETRIC = dict(clip_range=0.2, clip_range_high=0.28)
 # `bnpo` and `dapo` differ only over several micro-batches; `luspo` is the sum over a response
 TRL = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "luspo": "sequence_sum"}
 VERL = {
@@ -192,9 +147,7 @@ def test_trl_cispo():
 
 @pytest.mark.parametrize("kind", ["grpo", "luspo"])
 def test_trl_gspo(kind):
-    config = PolicyLossConfig(
-        ratio="sequence_mean", clip_range=0.05, clip_range_high=0.08, normalization=TRL[kind]
-    )  # fmt: skip
+    config = PolicyLossConfig(ratio="sequence_mean", clip_range=0.05, clip_range_high=0.08, normalization=TRL[kind])
     agrees(f"trl/GRPOTrainer._compute_loss/loss_type={kind},sequence", config)
 
 
