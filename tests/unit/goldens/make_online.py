@@ -122,8 +122,8 @@ def trl_arrays(given) -> dict[str, np.ndarray]:
                 per_device_train_batch_size=ROWS,
                 gradient_checkpointing_kwargs=None,
             ),
-            accelerator=Accelerator(cpu=True), model=policy, ref_model=reference, _metrics=defaultdict(
-                lambda: defaultdict(list)), _logs=defaultdict(lambda: defaultdict(list)), _pending_extra_logs={},
+            accelerator=Accelerator(cpu=True), model=policy, ref_model=reference, _pending_extra_logs={},
+            _metrics=defaultdict(lambda: defaultdict(list)), _logs=defaultdict(lambda: defaultdict(list)),
             _pending_metrics={}, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, epsilon_low=0.2,
             epsilon_high=0.2, importance_sampling_level="token", loss_type="dapo", use_vllm=False, num_iterations=1,
             vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
@@ -135,10 +135,10 @@ def trl_arrays(given) -> dict[str, np.ndarray]:
             multi_objective_aggregation="sum_then_normalize", scale_rewards="group", normalize_advantages=False,
             reward_funcs=source, reward_func_names=["first", "second"], log_multimodal=False,
         )  # fmt: skip
-        logs = made.__dict__
-        logs.update(settings | options)
-        logs["_logs"].update(prompt=[], completion=[], advantages=[])
-        logs["new"], logs["entropies"] = t["new"].clone().requires_grad_(), t["entropy"].clone().requires_grad_()
+        fields = made.__dict__
+        fields.update(settings | options)
+        fields["_logs"].update(prompt=[], completion=[], advantages=[])
+        fields["new"], fields["entropies"] = t["new"].clone().requires_grad_(), t["entropy"].clone().requires_grad_()
 
         def forward(model, *_, compute_entropy=False, **__):
             if compute_entropy:
@@ -152,9 +152,9 @@ def trl_arrays(given) -> dict[str, np.ndarray]:
             sampled = [row[:length].tolist() for row, length in zip(t["sampler"], lengths, strict=True)]
             return [[2, 3]] * ROWS, tokens, None, [""] * ROWS, sampled if made.use_vllm else None, {}, None, None
 
-        logs["_get_per_token_logps_and_entropies"] = forward
-        logs["_generate"] = generate
-        logs["_calculate_rewards"] = lambda *_: t["by_source"].clone()
+        fields["_get_per_token_logps_and_entropies"] = forward
+        fields["_generate"] = generate
+        fields["_calculate_rewards"] = lambda *_: t["by_source"].clone()
         return made
 
     def scored(kind, **options):
