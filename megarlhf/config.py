@@ -386,7 +386,8 @@ class _Builder:
         usual = _default(field)
         if name not in self.tree.value:
             return usual
-        return self.build(_hints(self.cls)[name], self.tree.value[name], name, usual)
+        default = None if usual is dataclasses.MISSING else usual
+        return self.build(_hints(self.cls)[name], self.tree.value[name], name, default)
 
 
 _hints = functools.cache(typing.get_type_hints)  # a function of the class, and slow

@@ -20,7 +20,7 @@ from megarlhf import records
 from megarlhf.config import UserError
 from megarlhf.records import Appender
 
-TABLES = ("metrics", "samples")  # the JSONL files of a run directory
+TABLES = ("metrics", "samples", "held_out")  # the JSONL files of a run directory
 
 
 class Log:

@@ -66,14 +66,32 @@ def latest(directory: Path) -> Path | None:
     path = pointed(directory)
     if path is None:
         return next(reversed(complete(directory)), None)
-    aside = path.with_name(path.name + REPLACED)  # complete, if a kill came just before the new one was renamed
-    for found in (path, aside):
-        if is_complete(found):
-            return found
+    if found := _whole(path):
+        return found
     raise UserError(
         f"{directory / LATEST}: names '{path.name[:80]}', which is not a complete checkpoint; write the name of a "
         "complete step directory into it, or remove it to go on from the newest"
     )
+
+
+def _whole(path: Path) -> Path | None:
+    """A step directory if it is complete. It was put aside if a kill came just before the new one was renamed."""
+    return next(filter(is_complete, (path, path.with_name(path.name + REPLACED))), None)
+
+
+def best(directory: Path) -> Path | None:
+    """The step directory with the best model so far, as the latest one names it: what counts changes with `latest`, at
+    one moment. None if that names none. Raises UserError if it is not there."""
+    newest = latest(directory)
+    path = newest and _best_of(newest)
+    if path is None or (found := _whole(path)):
+        return path and found
+    raise UserError(f"{newest / STATE}: names step {path.name} as the best, which is not a complete checkpoint")
+
+
+def _best_of(step_directory: Path) -> Path | None:
+    step = read_state(step_directory).get("best")
+    return path_of(step_directory.parent, step) if type(step) is int and step > 0 else None
 
 
 def publish(partial: Path, final: Path, own_hash: str) -> None:
@@ -124,11 +142,17 @@ def sweep(directory: Path) -> None:
 
 
 def retire(newest: Path, keep: int) -> None:
-    """Keep the newest `keep` complete directories. Those after `newest` were saved before the run resumed from an
+    """Keep the newest `keep` complete directories, and the best one as each of them knows it (which is one more at
+    most), so that a run may go on from any of them. Those after `newest` were saved before the run resumed from an
     earlier step; they are neither counted nor removed before the run reaches their step."""
     mine = [path for path in complete(newest.parent) if path.name <= newest.name]
+    best = set()
+    for path in mine[-keep:]:
+        with contextlib.suppress(UserError):  # damaged: of the others, then
+            best.add(_best_of(path))
     for path in mine[:-keep]:
-        remove(path)
+        if path not in best:
+            remove(path)
 
 
 def read_state(step_directory: Path) -> dict[str, Any]:

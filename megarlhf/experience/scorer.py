@@ -147,10 +147,11 @@ class Scorer:
         }
         self.moments = {k: Moments() for k, source in numbered if source.normalize}
 
-    def score(self, rollout: Rollout) -> Scores:
+    def score(self, rollout: Rollout, *, held_out: Callable[[list[int]], list[Record]] | None = None) -> Scores:
         """The scores of this data-parallel rank's rows, the same on every rank of its model copy. Collective.
 
-        Truncation does not change the rollout. Raises UserError, the same on every rank, for errors of functions and
+        held_out: the records of prompts that are not trained on; then the running moments stay as they are. Truncation
+        does not change the rollout. Raises UserError, the same on every rank, for errors of functions and
         reward servers.
         """
         read, accepted = rollout, torch.ones_like(rollout.mask[:, 0])
@@ -160,11 +161,11 @@ class Scorer:
         token_scores = torch.zeros_like(read.mask, dtype=torch.float32)
         by_source = scores.new_zeros(len(rollout), len(self.names))
         numbers = {k: self._read(k, model, read) for k, model in self.models.items()}
-        answers = self._on_one_rank(lambda: self._ask(read))
+        answers = self._on_one_rank(lambda: self._ask(read, held_out))
         numbers |= {k: _tensors(answer, read.mask) for k, answer in zip(self.outside, answers, strict=True)}
         for k, (values, given) in numbers.items():
             by_source[:, k] = values.sum(1)
-            values = self._adjusted(k, values, given)
+            values = self._adjusted(k, values, given, moving=held_out is None)
             scores += values[:, 0]
             token_scores += values[:, 1:]
         return Scores(
@@ -212,24 +213,25 @@ class Scorer:
         given = torch.cat([whole, columns], 1)
         return torch.where(given, torch.cat([final_scores(scores, read.mask)[:, None], scores], 1), 0), given
 
-    def _adjusted(self, k: int, values: Tensor, given: Tensor) -> Tensor:
-        """The numbers of source k clipped, normalised and weighted. Collective."""
+    def _adjusted(self, k: int, values: Tensor, given: Tensor, *, moving: bool) -> Tensor:
+        """The numbers of source k clipped, normalised and weighted; `moving`: its moments with them. Collective."""
         source = self.config.sources[k]
         if source.clip is not None:
             values = values.clamp(*source.clip)
         if source.normalize:
-            self.moments[k] = self.moments[k].extended(values[given].double(), self.topology.data_group)
+            if moving:
+                self.moments[k] = self.moments[k].extended(values[given].double(), self.topology.data_group)
             values = self.moments[k].normalised(values)
         return torch.where(given, source.weight * values, 0)
 
-    def _ask(self, read: Rollout) -> list[list[Placed]]:
+    def _ask(self, read: Rollout, held_out: Callable[[list[int]], list[Record]] | None = None) -> list[list[Placed]]:
         """The answers of each function and server, with steps at response columns."""
         ids, prompt_ids = token_ids(read, self.tokenizer), read.prompt_ids.tolist()
         prompts, responses = decoded(ids, self.tokenizer)
         deadline, answers = time.monotonic() + sources.PATIENCE, []  # one for all servers; functions have none
         for source in self.outside.values():
             options = {"deadline": deadline} if isinstance(source, RemoteScorer) else {}
-            records = self.records(prompt_ids) if source.takes_records else None
+            records = (held_out or self.records)(prompt_ids) if source.takes_records else None
             answers.append(source(prompts, responses, records, **options))
         return [
             [place(said, *row, self.tokenizer) for said, row in zip(answer, ids, strict=True)] for answer in answers

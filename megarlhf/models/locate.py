@@ -3,6 +3,8 @@
 model directory        architecture.yaml and megatron's torch_dist files
 checkpoint directory   actor/ (and critic/, reward/, ...), each a model directory; tokenizer/
 run directory          checkpoints/latest, a text file that names the step directory beside it, a checkpoint
+RUN/best               the best checkpoint of a run that evaluates on held-out prompts (evaluation.best); no file has
+                       this name
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from megarlhf.checkpoint import steps
 from megarlhf.config import UserError
 from megarlhf.models.spec import FILE
 
+BEST = "best"
+
 
 def find_model(path: str | Path, role: str = "actor") -> Path:
     """The model directory that `path` names: `path` itself, whatever its role, or that of `role` in a checkpoint or a
     run."""
-    path = Path(path)
+    path = _named(Path(path))
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; give a model, a checkpoint or a run directory")
     if (path / FILE).is_file():
@@ -41,10 +45,23 @@ def find_model(path: str | Path, role: str = "actor") -> Path:
 
 def find_tokenizer(path: str | Path) -> Path | None:
     """The tokenizer that belongs to the model, checkpoint or run `path`; None if it came without one."""
-    path = Path(path)
+    path = _named(Path(path))
     checkpoint = path.parent if (path / FILE).is_file() else _checkpoint(path)
     tokenizer = checkpoint / "tokenizer"
     return tokenizer if tokenizer.is_dir() else None
+
+
+def _named(path: Path) -> Path:
+    """`path`, or what RUN/best stands for."""
+    checkpoints = path.parent / "checkpoints"
+    if path.name != BEST or path.exists() or not checkpoints.is_dir():
+        return path
+    if found := steps.best(checkpoints):
+        return found
+    raise UserError(
+        f"{path}: this run has no best checkpoint, since evaluation.best is not set or no evaluation was better than "
+        "the one before the first step; give the run directory, or the model that it started from"
+    )
 
 
 def _checkpoint(path: Path) -> Path:

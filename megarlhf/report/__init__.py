@@ -1,8 +1,8 @@
 """`megarlhf report RUN`: a run directory -> one HTML file that needs nothing else: curves, phase times, samples before
 and after, audit and configuration.
 
-Reads run.yaml, metrics.jsonl, samples.jsonl and audit.json, also of a run that is still going or was cut short. Imports
-no torch: it is instant.
+Reads run.yaml, metrics.jsonl, samples.jsonl, held_out.jsonl and audit.json, also of a run that is still going or was
+cut short. Imports no torch: it is instant.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megarlhf.report.charts import GROUPS, Chart, Figure, Points, draw, number, 
 LAST_TIME = 253402300800  # seconds since the epoch: the year 10000, which has no date
 SHOWN, UNFOLDED = 100, 8  # rows of the table of samples
 SOURCE = {part: re.compile(rf"scores/(.+)/{part}") for part in ("mean", "var")}
+PASS = re.compile(r"evaluation/pass@\d+")
 RECORD = 300  # characters of a prompt's record beside a sample
 # What a run is judged by: (label, name, 1 if more is better, -1 if less is, 0 if neither).
 HIGHLIGHTS = (
@@ -35,6 +36,7 @@ HIGHLIGHTS = (
     ("Score − KL penalty", "objective/scores_total", 1),
     ("KL to the reference, nats", "objective/kl", 0),
     ("Entropy, nats", "objective/entropy", 0),
+    ("Held-out prompts answered right", "evaluation/greedy", 1),
     ("Held-out accuracy", "validation/accuracy", 1),
     ("Held-out perplexity", "validation/perplexity", -1),
     ("Held-out loss", "validation/loss", -1),
@@ -51,6 +53,7 @@ class Run:
     config: dict[str, Any]
     records: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
     audit: list[dict[str, str]]
     work: dict[str, Any]
 
@@ -96,13 +99,14 @@ def render(run: Path) -> str:
     import jinja2
 
     found = read(run)
-    groups = {**GROUPS, "Sources": _sources(found), "Other": _others(found)}
+    groups = {"Evaluation": _evaluation(found), **GROUPS, "Sources": _sources(found), "Other": _others(found)}
     grids = {group: _grid(found, charts) for group, charts in groups.items()}
     values = {
         "facts": _facts(found),
         "tiles": [tile for highlight in HIGHLIGHTS if (tile := _tile(found, *highlight))],
         "phases": _phases(found),
-        "samples": _samples(found),
+        "samples": _samples(found.samples),
+        "held_out": _samples(found.held_out),
     }
     rest = {"Phases": values["phases"], "Samples": values["samples"], "Audit": found.audit, "Configuration": True}
     sections = [name for name, content in (grids | rest).items() if content]
@@ -133,7 +137,8 @@ def read(directory: Path) -> Run:
         yaml=text,
         config=config,
         records=list(_objects(directory / "metrics.jsonl", strict=True)),
-        samples=[row for row in _objects(directory / "samples.jsonl") if {"query", "response"} <= row.keys()],
+        samples=_responses(directory / "samples.jsonl"),
+        held_out=_responses(directory / "held_out.jsonl"),
         audit=_json(directory / "audit.json", _is_audit, []),
         work=_json(directory / "work.json", _is_work, {}),
     )
@@ -166,6 +171,10 @@ def _is_work(value: Any) -> bool:
     figures = [phase.get(key) if isinstance(phase, dict) else None
                for phase in value["phases"].values() for key in ("flops", "bytes")]  # fmt: skip
     return _finite(value.get("matmul")) and value["matmul"] > 0 and all(_finite(figure) for figure in figures)
+
+
+def _responses(path: Path) -> list[dict[str, Any]]:
+    return [row for row in _objects(path) if {"query", "response"} <= row.keys()]
 
 
 def _objects(path: Path, *, strict: bool = False) -> Iterator[dict[str, Any]]:
@@ -203,7 +212,7 @@ def _facts(run: Run) -> dict[str, Any]:
     facts = {
         "program": f"megarlhf {program}",
         "directory": run.setting("run"),
-        "steps": done if total is None else f"{done} of {total}{'' if done >= total else ', not finished'}",
+        "steps": done if total is None else f"{done} of {total}{'' if done >= total else _why(run)}",
         "recorded": f"{_date(times[0])} – {_date(times[-1])} ({_duration(times[-1] - times[0])})"
         if times
         else "nothing",
@@ -218,6 +227,14 @@ def _facts(run: Run) -> dict[str, Any]:
     if refused:
         facts["batches not learned from"] = refused
     return facts
+
+
+def _why(run: Run) -> str:
+    """What the page says of a run that has steps left."""
+    patience, points = run.setting("evaluation.patience"), run.series("evaluation/best_step")
+    if _finite(patience) and points and sum(step > points[-1][1] for step, _ in points) >= patience:
+        return ", stopped by evaluation.patience"
+    return ", not finished"
 
 
 def _tile(run: Run, label: str, name: str, better: int) -> dict[str, Any] | None:
@@ -242,9 +259,21 @@ def _sources(run: Run) -> tuple[Chart, ...]:
     )
 
 
+def _evaluation(run: Run) -> tuple[Chart, ...]:
+    """The evaluations on held-out prompts, with a curve for each k of pass@k."""
+    right = [name for name in run.names() if PASS.fullmatch(name) or name == "evaluation/greedy"]
+    return (
+        Chart("Right responses", "share", {name: name.removeprefix("evaluation/") for name in right}),
+        Chart("Score of greedy responses", "", {"evaluation/score": "held-out"}),
+        Chart("Length of greedy responses", "tokens", {"evaluation/response_length": "length"}),
+        Chart("Time of an evaluation", "seconds", {"time/evaluation": "evaluation"}),
+        Chart("Best step so far", "", {"evaluation/best_step": "step"}, exact=True),
+    )
+
+
 def _others(run: Run) -> tuple[Chart, ...]:
     """A chart for each number that no group shows: nothing recorded is left out."""
-    charts = [chart for group in (*GROUPS.values(), _sources(run)) for chart in group]
+    charts = [chart for group in (*GROUPS.values(), _evaluation(run), _sources(run)) for chart in group]
     known = {"step", "time"} | {name for chart in charts for name in chart.curves}
     names = [name for name in run.names() if name not in known and not name.startswith(("time/", "gate/"))]
     return tuple(Chart(name, "", {name: name}) for name in names)
@@ -263,8 +292,9 @@ def _grid(run: Run, charts: tuple[Chart, ...]) -> list[Figure]:
 
 def _phases(run: Run) -> dict[str, Any] | None:
     """How the time of a step is spent, over the run and typically, and how much of the machine's matmul rate that is
-    (train/work.py)."""
-    names = [name for name in run.names() if name.startswith("time/") and name != "time/step"]
+    (train/work.py). Evaluations are between steps."""
+    apart = ("time/step", "time/evaluation")
+    names = [name for name in run.names() if name.startswith("time/") and name not in apart]
     rows = [
         (record["step"], [value if _finite(value := record.get(name)) and value > 0 else 0.0 for name in names])
         for record in run.records
@@ -299,12 +329,12 @@ def _roofline(work: dict[str, Any], phase: str, seconds: float) -> tuple[str, ..
     return f"{todo['flops'] / 1e9:,.3g}", f"{todo['bytes'] / 1e9:,.3g}", f"{share:.1%}"
 
 
-def _samples(run: Run) -> dict[str, Any] | None:
+def _samples(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Responses of the first and of the last recorded step: those to the same query first, then in recorded order."""
-    steps = sorted({row["step"] for row in run.samples})
+    steps = sorted({row["step"] for row in samples})
     if not steps:
         return None
-    sides = {step: [row for row in run.samples if row["step"] == step] for step in (steps[0], steps[-1])}
+    sides = {step: [row for row in samples if row["step"] == step] for step in (steps[0], steps[-1])}
     rows = _paired(list(sides.values()))
     return {"sides": sides, "unfolded": rows[:UNFOLDED], "folded": rows[UNFOLDED:SHOWN], "count": len(rows)}
 
@@ -328,7 +358,9 @@ def _paired(sides: list[list[dict[str, Any]]]) -> list[tuple[dict[str, Any] | No
 def _means(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(label, mean over samples) of score and KL, and of what each source said."""
     said = [row["scores"] if isinstance(row.get("scores"), dict) else {} for row in rows]
-    columns = [("score", [row.get("score") for row in rows]), ("KL", [row.get("kl") for row in rows])]
+    columns = [("score", [row.get("score") for row in rows])]
+    if any("kl" in row for row in rows):
+        columns.append(("KL", [row.get("kl") for row in rows]))
     for name in dict.fromkeys(name for scores in said for name in scores):
         columns.append((f"score of {name}", [scores.get(name) for scores in said]))
     means = []

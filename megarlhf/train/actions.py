@@ -17,6 +17,7 @@ from megarlhf.cluster import backend
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
 from megarlhf.train.clock import Clock
+from megarlhf.train.evaluation import Best, Evaluation
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine, Part
@@ -34,6 +35,7 @@ class Models:
     sampler: Sampler
     scorer: Scorer
     prompts: PromptLoader
+    evaluation: Evaluation
     text: Pretraining | None = None
     average: Engine | None = None  # follows the actor
     greedy: Sampler | None = None  # of the most probable responses
@@ -74,6 +76,7 @@ class Progress:
     state: State = field(default_factory=dict)  # of the algorithm
     scorer: dict[str, float] = field(default_factory=dict)  # running normalisation of the sources
     refused: int = 0  # consecutive batches that were refused (guard.py)
+    best: Best = field(default_factory=Best)  # of the evaluations on held-out prompts
 
 
 class Actions:

@@ -39,7 +39,10 @@ def train(
     actor, training, directory = models.actor, settings.training, Path(settings.run)
     temperature = settings.sampler.temperature  # of all log-probs too (detail P1)
     job = slurm.Job(settings.job, directory, progress.step)
-    while progress.step < training.steps:
+    evaluation = models.evaluation
+    if progress.step == 0:
+        progress.best = evaluation.after(0, progress.best, log)
+    while progress.step < training.steps and not evaluation.stopped(progress.best):
         step, checked = progress.step, {}
         clock = Clock(step + 1)
         act = Actions(models, progress, clock, temperature=temperature, signals=algorithm.signals)
@@ -70,7 +73,8 @@ def train(
         values["tokens_per_second"] = training.batch_size * values["sampler/tokens"] / values["time/step"]
         progress.state = algorithm.adapt(progress.state, values, training.batch_size)  # 4. adapt
         progress.step += 1
-        last = progress.step == training.steps
+        progress.best = evaluation.after(progress.step, progress.best, log)  # 5. held-out prompts
+        last = progress.step == training.steps or evaluation.stopped(progress.best) is not None
         if progress.step % settings.log.every == 0 or last:
             shown = {"score": f"{values['objective/scores']:+.3f}", "kl": f"{values['objective/kl']:.2f}"}
             log.step(progress.step, values, shown)
@@ -79,12 +83,14 @@ def train(
             record_samples(batch, models.scorer, prompt_key, count, progress.step, log)
         checkpoints.poll()
         leave = job.leave(checkpoints.seconds)
-        if progress.step % settings.checkpoint.every == 0 or last or leave:
-            checkpoints.save(progress.step, models.saved, {"progress": dataclasses.asdict(progress)}, write_files)
+        best = progress.best.step
+        if progress.step == best or progress.step % settings.checkpoint.every == 0 or last or leave:
+            state = {"progress": dataclasses.asdict(progress), "best": best}
+            checkpoints.save(progress.step, models.saved, state, write_files)
         if leave:
             break
     checkpoints.finish()
-    job.close(progress.step, training.steps)
+    job.close(progress.step, progress.step if evaluation.stopped(progress.best) else training.steps)
 
 
 def learn(

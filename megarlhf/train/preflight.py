@@ -177,7 +177,8 @@ def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_disk(settings: RunConfig, architecture: Architecture) -> str:
-    """Room for one checkpoint more than are kept: the oldest is removed after the newest is complete."""
+    """Room for one checkpoint more than are kept: the oldest is removed after the newest is complete. The best one
+    (evaluation.best) is kept beside the newest."""
     weight = 2 if settings.model.dtype == "bf16" else 4
     critic = getattr(settings, "critic", None)
     models = 2 if critic is not None and critic.kind == "separate" else 1
@@ -187,14 +188,16 @@ def check_disk(settings: RunConfig, architecture: Architecture) -> str:
         each += architecture.num_parameters * 4  # in fp32
     run = Path(settings.run)
     there = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
-    needed = max(0, each * (settings.checkpoint.keep + 1) - there)
+    evaluation = getattr(settings, "evaluation", None)
+    keep = settings.checkpoint.keep + (evaluation is not None and evaluation.best is not None)
+    needed = max(0, each * (keep + 1) - there)
     free = shutil.disk_usage(existing(run)).free
     if needed > free:
         raise UserError(
-            f"run: {run} needs {_bytes(needed)} for {settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, but "
+            f"run: {run} needs {_bytes(needed)} for {keep} + 1 checkpoints of {_bytes(each)}, but "
             f"its disk has {_bytes(free)} free; make room, lower checkpoint.keep or give another directory"
         )
-    return f"{settings.checkpoint.keep} + 1 checkpoints of {_bytes(each)}, {_bytes(free)} free"
+    return f"{keep} + 1 checkpoints of {_bytes(each)}, {_bytes(free)} free"
 
 
 def _bytes(number: float) -> str:

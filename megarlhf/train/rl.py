@@ -19,7 +19,7 @@ from megarlhf.experience import rollout, sampler, sources
 from megarlhf.experience.sampler import Sampler
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, check_length
-from megarlhf.train import audit, memory, online, scoring, setup, work
+from megarlhf.train import audit, evaluation, memory, online, scoring, setup, work
 from megarlhf.train.actions import Models, Pretraining, Progress
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.rl_config import ALGORITHMS, OnlineRunConfig, load, run_config
@@ -28,6 +28,7 @@ from megarlhf.train.rl_config import ALGORITHMS, OnlineRunConfig, load, run_conf
 @dataclass(frozen=True, kw_only=True)
 class Plan(setup.Plan):
     prompts: PromptSet
+    held_out: PromptSet | None
     ptx: Examples | None
 
 
@@ -105,7 +106,8 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         response_length=settings.sampler.response_length,
     )
     prompts, report = load_prompts(start.tokenizer, settings.prompts)
-    notes, ptx = [*notes, report.summary()], None
+    held_out, more = evaluation.check(settings, start, world_size, prompts)
+    notes, ptx = [*notes, report.summary(), *more], None
     if settings.average is not None and not 0 < settings.average < 1:
         raise UserError(f"average: must be between 0 and 1, not {settings.average}")
     if settings.ptx is not None:
@@ -119,7 +121,14 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         check_length(start.architecture, settings.ptx.data.max_length, "ptx.data.max_length")
         ptx, report = load_sft(settings.ptx.data.train, start.tokenizer, settings.ptx.data)
         notes.append(report.summary())
-    return Plan(start=start, total_steps=training.steps, notes=tuple(notes), prompts=prompts, ptx=ptx)
+
+    def stopped(step_directory: Path) -> str | None:
+        return evaluation.stopped(settings.evaluation, read_progress(step_directory, name, algorithm).best)
+
+    return Plan(
+        start=start, total_steps=training.steps, notes=tuple(notes), stopped=stopped, prompts=prompts,
+        held_out=held_out, ptx=ptx,
+    )  # fmt: skip
 
 
 def read_progress(step_directory: Path, name: str, algorithm: OnlineAlgorithm) -> Progress:
@@ -216,15 +225,16 @@ def assemble(
     if algorithm.greedy:
         draw = replace(settings.sampler, micro_batch_size=rows, samples_per_prompt=1, greedy=True)
         greedy = Sampler(actor, draw, prompt_length=settings.prompts.length, eos_id=start.tokenizer.eos_id)
+    scorer = scoring.build_scorer(
+        settings.scoring, topology, start.tokenizer, micro_batch_tokens=settings.micro_batch_tokens,
+        dtype=settings.model.dtype, records=plan.prompts.records,
+    )  # fmt: skip
     models = Models(
         actor=actor,
         critic=critic,
         reference=reference,
         sampler=policy_sampler,
-        scorer=scoring.build_scorer(
-            settings.scoring, topology, start.tokenizer, micro_batch_tokens=settings.micro_batch_tokens,
-            dtype=settings.model.dtype, records=plan.prompts.records,
-        ),
+        scorer=scorer,
         prompts=PromptLoader(
             plan.prompts,
             length=settings.prompts.length,
@@ -234,6 +244,7 @@ def assemble(
             dp_size=topology.data_size,
             seed=settings.seed,
         ),
+        evaluation=evaluation.Evaluation(settings, plan.held_out, actor, scorer, eos_id=start.tokenizer.eos_id),
         text=None if plan.ptx is None else Pretraining(
             Loader(
                 plan.ptx,

@@ -15,6 +15,7 @@ from megarlhf.config import UnknownKeyError, UserError
 from megarlhf.data.prompts import PromptsConfig
 from megarlhf.data.sft import SFTDataConfig
 from megarlhf.experience.gate import GateConfig
+from megarlhf.experience.held_out import EvaluationConfig
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.optim import OptimizerConfig
@@ -108,6 +109,7 @@ class OnlineRunConfig(RunConfig):
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     ptx: PTXConfig | None = None
+    evaluation: EvaluationConfig | None = None
     average: float | None = None  # decay per update of an averaged (EMA) actor, saved beside the actor as `average`
     training: OnlineTrainingConfig = field(default_factory=OnlineTrainingConfig)
     gate: GateConfig = field(default_factory=GateConfig)

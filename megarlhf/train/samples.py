@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megarlhf.algorithms.kl import kl_estimate
-from megarlhf.batch import Batch
+from megarlhf.batch import Batch, Rollout, Scores
 from megarlhf.experience.scorer import Scorer
+from megarlhf.experience.sources import Record
 from megarlhf.experience.texts import texts
 from megarlhf.log import Log
 
@@ -24,28 +26,39 @@ def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, st
 
 
 def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> list[dict[str, Any]]:
-    """A row for each response: query and response, its score (sum over tokens), its KL to the reference (k1, nats),
-    each source's score before clip, normalisation and weight, and the prompt's record without the prompt, with long
-    values cut."""
+    """`rows_of` the first responses, with their KL to the reference (k1, nats)."""
     rollout, scores, signals = (rows.select(slice(count)) for rows in (batch.rollout, batch.scores, batch.signals))
     kl = torch.where(rollout.mask, kl_estimate(signals.logprobs, signals.ref_logprobs), 0).sum(1)
+    return rows_of(rollout, scores, scorer, scorer.records, prompt_key, kl=kl.tolist())
+
+
+def rows_of(
+    rollout: Rollout,
+    scores: Scores,
+    scorer: Scorer,
+    records: Callable[[list[int]], list[Record]],
+    prompt_key: str,
+    **more: list[Any],
+) -> list[dict[str, Any]]:
+    """A row for each response: query and response, its score (sum over tokens), `more`, each source's score before
+    clip, normalisation and weight, and the prompt's record without the prompt, with long values cut."""
     columns = zip(
-        *texts(rollout, scorer.tokenizer), scores.total.tolist(), kl.tolist(), scores.by_source.tolist(),
-        scorer.records(rollout.prompt_ids.tolist()), strict=True,
+        *texts(rollout, scorer.tokenizer), scores.total.tolist(), scores.by_source.tolist(),
+        records(rollout.prompt_ids.tolist()), *more.values(), strict=True,
     )  # fmt: skip
     return [
         {
             "query": query,
             "response": response,
             "score": score,
-            "kl": nats,
+            **dict(zip(more, values, strict=True)),
             # JSON has no NaN
             "scores": {
                 name: number if math.isfinite(number) else None for name, number in zip(scorer.names, said, strict=True)
             },
             "record": {key: cut(value) for key, value in record.items() if key != prompt_key},
         }
-        for query, response, score, nats, said, record in columns
+        for query, response, score, said, record, *values in columns
     ]
 
 

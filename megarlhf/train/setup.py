@@ -50,6 +50,8 @@ class Plan:
     start: Start
     total_steps: int
     notes: tuple[str, ...] = ()
+    # why a run that saved this step directory trains no further, although steps are left; None: it does
+    stopped: Callable[[Path], str | None] = lambda step_directory: None
 
 
 def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role: str) -> Start:
@@ -191,7 +193,7 @@ def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: 
         if topology.rank == 0:
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # before models are built, but under the lease
-        if not is_finished(settings, plan.start, topology, plan.total_steps):
+        if not is_finished(settings, plan, topology):
             run(settings, plan, topology)
 
 
@@ -220,18 +222,23 @@ def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
     return replace(plan, start=replace(plan.start, resume_from=chosen, notes=notes))
 
 
-def is_finished(settings: RunConfig, start: Start, topology: Topology, total: int) -> bool:
-    """Whether all steps of the run were done before it started; then rank 0 prints this and the remedy."""
-    done = checkpoint.read_state(start.resume_from)["step"] if start.resume_from is not None else 0
-    if done < total:
+def is_finished(settings: RunConfig, plan: Plan, topology: Topology) -> bool:
+    """Whether the run was over before it started; then rank 0 prints this and the remedy."""
+    start, total = plan.start, plan.total_steps
+    if start.resume_from is None:
+        return False
+    done, why = checkpoint.read_state(start.resume_from)["step"], plan.stopped(start.resume_from)
+    if done < total and why is None:
         return False
     if topology.rank == 0:
         for note in start.notes:
             print(f"  {note}", file=sys.stderr)
+        said = f"and the configuration asks for {total}", "training.steps (or training.epochs)"
+        if done < total:
+            said = f"then stopped, since {why}", "evaluation.patience"
         print(
-            f"megarlhf: {settings.run} has done {done} steps, and the configuration asks for {total}: nothing is left "
-            f"to do; its model is {start.resume_from}; for more steps raise training.steps (or training.epochs), to "
-            "train anew give another run directory",
+            f"megarlhf: {settings.run} has done {done} steps, {said[0]}: nothing is left to do; its model is "
+            f"{start.resume_from}; for more steps raise {said[1]}, to train anew give another run directory",
             file=sys.stderr,
             flush=True,
         )

@@ -27,3 +27,12 @@ def answers(prompts, responses, records):
 def steps(prompts, responses):
     """A score for every third character."""
     return [[[end, ord(text[end - 1]) % 11 - 4] for end in range(1, len(text) + 1, 3)] for text in responses]
+
+
+def matched(prompts, responses, records):
+    """1.0 if the response has as many vowels, modulo 3, as the prompt's record asks for; each record must be that of
+    its prompt."""
+    for prompt, record in zip(prompts, records, strict=True):
+        assert prompt and record["prompt"].startswith(prompt), (prompt, record)
+    vowels = [sum(text.count(letter) for letter in "aeiou") % 3 for text in responses]
+    return [float(count == record["answer"]) for count, record in zip(vowels, records, strict=True)]

@@ -45,6 +45,22 @@ def test_a_run_is_found_as_it_goes_on(run, left):
     assert find_model(run, "critic") == newest / "critic" and find_tokenizer(run) == newest / "tokenizer"
 
 
+def test_the_best_of_a_run(run):
+    """RUN/best, as the latest checkpoint names it; a directory of that name is itself."""
+    checkpoints = run / "checkpoints"
+    for step, best in ((1, 1), (2, 1)):
+        (checkpoints / f"step_{step:08d}" / "state.json").write_text(f'{{"step": {step}, "best": {best}}}')
+    assert find_model(run / "best", "critic") == checkpoints / "step_00000001" / "critic"
+    assert find_tokenizer(str(run / "best")) == checkpoints / "step_00000001" / "tokenizer"
+    (checkpoints / "step_00000002" / "state.json").write_text('{"step": 2, "best": 0}')
+    with pytest.raises(UserError, match="best: this run has no best checkpoint"):
+        find_model(run / "best")
+    with pytest.raises(UserError, match="elsewhere/best: no such directory"):
+        find_model(run / "elsewhere" / "best")
+    checkpoints.joinpath("step_00000001").rename(run / "best")
+    assert find_model(run / "best") == run / "best" / "actor"
+
+
 def test_no_tokenizer(run):
     (run / "checkpoints" / "step_00000002" / "tokenizer").rmdir()
     assert find_tokenizer(run) is None

@@ -246,6 +246,28 @@ def test_scores_of_each_source(tmp_path):
     assert SCRIPT not in render(tmp_path, records, odd).html
 
 
+def test_evaluations_have_a_section(tmp_path):
+    """Curves of every k, first and last responses, no bar among the phases of steps, and the end by patience."""
+    names = ("greedy", "score", "response_length", "pass@1", "pass@8")
+    records = ppo_records(4)
+    for step, best in ((0, 0), (2, 2), (4, 2)):
+        values = {f"evaluation/{name}": 0.1 * step for name in names} | {"evaluation/best_step": best}
+        records.insert(step, record(step, **values, **{"time/evaluation": 90.0}))
+    rows = [{"step": step, "query": "q", "response": f"after {step}", "score": 1.0} for step in (0, 2, 4)]
+    make(tmp_path, records)
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(report.render(tmp_path))
+    assert page.points().items() >= dict.fromkeys(("greedy", "held-out", "length", "pass@1", "pass@8"), 3).items()
+    assert "after 0" in page.text("p") and "after 4" in page.text("p") and "after 2" not in page.text("p")
+    assert "Evaluation" in page.text("h2") and "KL" not in page.text("small")
+    assert "evaluation" not in page.text("td") and "100.0%" not in page.text("td") and "4 s" in page.text("td")
+    assert "4 of 6, not finished" in page.text("dd")
+    make(tmp_path, records, config=CONFIG | {"evaluation": {"patience": 1}})
+    assert "4 of 6, stopped by evaluation.patience" in Page(report.render(tmp_path)).text("dd")
+    make(tmp_path, ppo_records(4), config=CONFIG | {"evaluation": {"patience": 1}})  # none yet
+    assert "not finished" in Page(report.render(tmp_path)).text("dd")
+
+
 def test_sources_replace_no_column_of_the_report(tmp_path):
     samples = [sample(1, "q", "r", score=0.25, kl=0.5, scores={"score": 7.0, "KL": 9.0})]
     page = render(tmp_path, ppo_records(1), samples)
