@@ -42,7 +42,7 @@ def group_advantages(
     scores: Tensor, group_ids: Tensor, *, leave_one_out: bool = False, deviation: bool = False, eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(B,) scores of the responses -> their advantages within their group of G samples of one prompt, and (B,) the
-    factors by which differences of scores were multiplied.
+    weights of a response's own score in its advantage, by which a term that belongs to its tokens is to be multiplied.
 
         mean of the group:  A_i = s_i - mean_j s_j           (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2)
         leave_one_out:      A_i = s_i - mean_{j != i} s_j    (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 5):
@@ -50,7 +50,8 @@ def group_advantages(
         deviation:          divided by (sd + eps), sd with G - 1 in the denominator
                                                              (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2)
 
-    A group whose scores are equal has advantages and factors 0. Groups have at least two rows, anywhere in the batch.
+    A mean that includes a response's own score leaves it the weight (G - 1) / G. A group whose scores are equal has
+    advantages 0, and with `deviation` weights 0. Groups have at least two rows, anywhere in the batch.
     """
     wide = scores.double()
     _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
@@ -64,8 +65,11 @@ def group_advantages(
         squares = zeros.index_add(0, index, (wide - mean) ** 2)[index]
         factor = factor / ((squares / (size - 1)).sqrt() + eps)
     # The mean of equal numbers may differ from them by rounding, which a deviation of rounding would blow up.
-    factor = torch.where(varies(scores, group_ids), factor, 0)
-    return (factor * (wide - mean)).to(scores.dtype), factor.to(scores.dtype)
+    different = varies(scores, group_ids)
+    found, weight = torch.where(different, factor * (wide - mean), 0), factor * (size - 1) / size
+    if deviation:
+        weight = torch.where(different, weight, 0)
+    return found.to(scores.dtype), weight.to(scores.dtype)
 
 
 def varies(scores: Tensor, group_ids: Tensor) -> Tensor:

@@ -161,10 +161,10 @@ def _advantages(batch: Batch, scores: Scores, state: State, config: ReinforceCon
     total = torch.where(mask, rewards, 0).sum(1)
     if config.advantage == "remax":
         return (total - batch.extra["greedy"])[:, None] + correction
-    found, factor = group_advantages(
+    found, weight = group_advantages(
         total, group_ids, leave_one_out=config.advantage == "rloo", deviation=config.advantage == "grpo", eps=config.eps
     )
-    return found[:, None] + factor[:, None] * correction
+    return found[:, None] + weight[:, None] * correction
 
 
 def objective(batch: Batch, state: State, *, config: ReinforceConfig) -> Metrics:
