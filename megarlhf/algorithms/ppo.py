@@ -30,8 +30,8 @@ from megarlhf.batch import CriticExperience, Rollout, Scores, Signals
 
 @dataclass(frozen=True)
 class PPOConfig(PolicyLossConfig):
-    """The options of PPO; the 2019 original's values in brackets. Of the policy's loss, it has surrogate [clip] and
-    clip_range [0.2], and no others."""
+    """The options of PPO; the 2019 original's values in brackets. It has surrogate clip and
+    clip_range 0.2; the other options of the policy's loss are later."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # [1] discount (P6)
@@ -48,6 +48,10 @@ class PPOConfig(PolicyLossConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.ratio != "token":
+            raise ValueError(
+                f"ratio: {self.ratio} is of whole responses, but PPO's advantages are of tokens; use token"
+            )
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: must be between 0 and 1, not {getattr(self, name)}")

@@ -40,9 +40,7 @@ class ReinforceConfig(PolicyLossConfig):
     surrogate: Literal["clip", "cispo", "none"] = "none"
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # discount; of reinforce
-    baseline: Literal["moving", "none"] = (
-        "moving"  # of reinforce: the mean over past batches of the undiscounted rewards
-    )
+    baseline: Literal["moving", "none"] = "moving"  # of reinforce: the mean of past batches' undiscounted rewards
     baseline_decay: float = 0.9  # of the moving average, per batch
     eps: float = 1e-6  # of grpo and gdpo
     whiten_advantages: bool = False  # subtract the mean over the whole batch's tokens, divide by their deviation
@@ -66,6 +64,18 @@ class ReinforceConfig(PolicyLossConfig):
                 f"advantage: {self.advantage} gives all tokens of a response one advantage, so gamma must be 1 and "
                 "score_position last_valid"
             )
+        if self.ratio != "token" and (self.advantage == "reinforce" or self.kl.estimator == "exact"):
+            raise ValueError(
+                f"ratio: {self.ratio} is of whole responses, but advantage reinforce and the exact KL differ between "
+                "tokens, and would lead to another policy; use ratio token"
+            )
+        if self.ratio == "sequence" and self.kl.place == "loss" and self.kl.coef:
+            raise ValueError(
+                "ratio: sequence multiplies the score's gradient by the response's length, but not that of a KL in the "
+                "loss; use sequence_mean, or kl.place reward"
+            )
+        if self.advantage == "gdpo" and self.shaping != ShapingConfig():
+            raise ValueError("shaping: changes the whole score, but gdpo reads each source's; make it a source")
         if self.dynamic_rounds and self.advantage not in GROUPED:
             raise ValueError(f"dynamic_rounds: {self.advantage} does not compare responses; use {', '.join(GROUPED)}")
         if self.advantage == "gdpo" and self.kl.place == "reward" and self.kl.coef:
@@ -152,12 +162,12 @@ def _advantages(batch: Batch, scores: Scores, state: State, config: ReinforceCon
         returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=config.gamma, lam=1.0)  # without values
         return returns - state["baseline"] + correction
     if config.advantage == "gdpo":
-        # The sources' own scores, so a penalty of length belongs to the first.
-        columns = zip(batch.scores.by_source.unbind(1), batch.scores.weights, strict=True)
-        return sum(
-            weight * group_advantages(column, group_ids, deviation=True, eps=config.eps)[0]
-            for column, weight in columns
-        )[:, None]
+        # A response that is not accepted has the penalty of scoring in the place of each source's score.
+        columns = torch.where(scores.accepted[:, None], scores.by_source, scores.scores[:, None]).unbind(1)
+        relative = partial(group_advantages, group_ids=group_ids, deviation=True, eps=config.eps)
+        return sum(weight * relative(column)[0] for column, weight in zip(columns, scores.weights, strict=True))[
+            :, None
+        ]
     total = torch.where(mask, rewards, 0).sum(1)
     if config.advantage == "remax":
         return (total - batch.extra["greedy"])[:, None] + correction

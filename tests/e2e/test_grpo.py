@@ -143,6 +143,12 @@ MISTAKES = {
     "rounds": (["preset=reinforce++", "reinforce.dynamic_rounds=2"], "reinforce does not compare responses"),
     "gdpo": (["preset=rloo", "reinforce.advantage=gdpo"], "gdpo scales the sources each"),
     "ptx": (["ptx={data: {train: x, validation: x, max_length: 8}}"], "reinforce.normalization must be token"),
+    "lengthwise": (
+        ["reinforce.advantage=reinforce", "reinforce.ratio=sequence_mean"],
+        "sequence_mean is of whole",
+    ),
+    "length": (["reinforce.ratio=sequence"], "multiplies the score's gradient by the response's length"),
+    "shaping": (["reinforce.advantage=gdpo", "reinforce.shaping.length_penalty=0.1"], "gdpo reads each source's"),
     "unknown": (["preset=grop"], "no section names the algorithm"),
 }
 

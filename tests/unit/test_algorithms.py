@@ -516,6 +516,7 @@ def test_the_originals_values():
         ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 in the reward is biased: .*; use k1 or exact"),
         ({"kl": {"place": "loss"}}, "kl.estimator: k1 in the loss has no gradient on average; use k2 or k3"),
         ({"dual_clip": 1.1}, "dual_clip: must be at least 1 \\+ clip_range_high = 1.2, with surrogate clip, not 1.1"),
+        ({"ratio": "sequence"}, "ratio: sequence is of whole responses, but PPO's advantages are of tokens"),
         ({"importance": {"low": 0.5}}, "importance.low: is for mode mask"),
         ({"shaping": {"overlong_buffer": -1}}, "shaping.overlong_buffer: must not be negative, not -1"),
         ({"score_position": "first"}, "score_position must be one of last, last_valid"),
