@@ -23,9 +23,9 @@ lint: venv
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# What the machine lacks (Slurm, MPI, a GPU) is skipped, and the summary says why.
+# What the machine lacks (Slurm, MPI, a GPU) is skipped, and the summary says why. Long tests are .ci/run's.
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not long"
 
 demo: venv
 	$(RUN) examples/demo.py

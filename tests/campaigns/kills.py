@@ -1,10 +1,11 @@
-"""Kill PPO runs at random moments, start them again until they finish, and compare with a run that nobody killed.
+"""Kill online runs at random moments, start them again until they finish, and compare with a run that nobody killed.
 
-    python -m tests.campaigns.kills --kills 50 --seed 0 --ranks 2,4
+    python -m tests.campaigns.kills --kills 50 --seed 0 --ranks 2,4 [--algorithm dapo]
 
-Each run is killed several times (SIGKILL): one rank, or everything with the launcher; half of the runs save
-asynchronously. In the end every tensor of its last checkpoint must equal the straight run's bit for bit, metrics.jsonl
-(but for times) and samples.jsonl must have the same lines once each, and nothing may be left: no process, no lease, no
+The runs are PPO's, or DAPO's, with dynamic sampling and an evaluation that keeps the best step. Each run is killed
+several times (SIGKILL): one rank, or everything with the launcher; half of the runs save asynchronously. In the end
+every tensor of its last checkpoint must equal the straight run's bit for bit, metrics.jsonl (but for times),
+samples.jsonl and held_out.jsonl must have the same lines once each, and nothing may be left: no process, no lease, no
 directory of a save or of a removal. Moments are found from outside: by the time since the start, by the checkpoint
 directory, and by the marks of the reward function. Prints a line a kill; status 0 if all is well.
 """
@@ -38,6 +39,15 @@ STEPS = 8
 END = 180.0  # seconds that a run may take to end by itself after one of its ranks was killed
 FINISH = 900.0  # seconds of an attempt, on a busy machine
 TIMED = ("time", "tokens_per_second")
+ALGORITHMS = {
+    "ppo": {"ppo": {"kl": {"controller": "adaptive", "horizon": 200}}},
+    "dapo": {
+        "preset": "dapo",
+        "reinforce": {"dynamic_rounds": 4, "shaping": {"overlong_buffer": 4}},
+        "evaluation": {"prompts": {"path": "{directory}/held_out.jsonl"}, "every": 2, "samples": 2, "threshold": 0.5,
+                       "best": "evaluation/score"},
+    },
+}  # fmt: skip
 DEBRIS = ("*.partial*", "*.removing*", "lease*")
 
 
@@ -75,7 +85,7 @@ class Attempt:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                 "-m", "megarlhf", "ppo", "--config", str(config), f"run={run}", *overrides],
+                 "-m", "megarlhf", "rl", "--config", str(config), f"run={run}", *overrides],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**outer, **ENVIRONMENT, "PYTHONPATH": paths, "KILLS_MARK": str(self.mark),
                      "KILLS_TOKEN": self.token},
@@ -232,6 +242,7 @@ class Place:
     """The campaign's directory: data, models and straight runs."""
 
     directory: Path
+    algorithm: str
     runs: dict[int, tuple[Path, Pace]] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -245,16 +256,19 @@ class Place:
         assert done.returncode == 0, done.stderr
         prompts = [json.dumps({"prompt": review.prompt}) + "\n" for review in reviews.reviews(64, seed=5)]
         (self.directory / "prompts.jsonl").write_text("".join(prompts))
-        self.config = self.directory / "ppo.yaml"
-        self.config.write_text(yaml.safe_dump({
+        held_out = [json.dumps({"prompt": review.prompt}) + "\n" for review in reviews.reviews(7, seed=6)]
+        (self.directory / "held_out.jsonl").write_text("".join(held_out))
+        own = json.loads(json.dumps(ALGORITHMS[self.algorithm]).replace("{directory}", str(self.directory)))
+        self.config = self.directory / f"{self.algorithm}.yaml"
+        self.config.write_text(yaml.safe_dump(own | {
             "run": str(self.directory / "unused"),
             "model": {"checkpoint": str(self.directory / "sft"), "dtype": "fp32"},
             "prompts": {"path": str(self.directory / "prompts.jsonl"), "length": 16},
-            "sampler": {"response_length": 12, "micro_batch_size": 4, "stop_at_eos": True},
-            "scoring": {"sources": [{"function": f"{ROOT}/tests/campaigns/judge.py:score"}]},
-            "ppo": {"kl": {"controller": "adaptive", "horizon": 200}},
+            "sampler": {"response_length": 12, "micro_batch_size": 4, "stop_at_eos": True,
+                        "samples_per_prompt": 1 if self.algorithm == "ppo" else 4},
+            "scoring": {"sources": [{"function": f"{ROOT}/tests/campaigns/judge.py:{self.algorithm}"}]},
             "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_tokens": 112},
-            "optimizer": {"lr": 1e-3},
+            "optimizer": {"lr": 1e-3, "schedule": "linear"},
             "checkpoint": {"every": 1, "keep": 1},
             "log": {"samples": 2, "samples_every": 2},
             "job": {"hang_minutes": 10},
@@ -275,7 +289,8 @@ class Place:
                     began = time.monotonic() if there else None
                 time.sleep(0.002)
             assert attempt.process.returncode == 0, attempt.log.read_text()
-            records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            records = [line for line in lines if "time/step" in line]  # not an evaluation's
             names = [name for name in records[0] if name.startswith("time/")]
             phases = {name: statistics.median(record[name] for record in records) for name in names}
             self.runs[ranks] = run, Pace(imports, statistics.median(saves), phases)
@@ -288,8 +303,10 @@ def differences(run: Path, straight: Path) -> list[str]:
     if records(run) != records(straight):
         steps = [[row["step"] for row in records(path)] for path in (run, straight)]
         found.append(f"metrics.jsonl differs (steps {steps[0]})" if steps[0] != steps[1] else "metrics.jsonl: values")
-    if (run / "samples.jsonl").read_text() != (straight / "samples.jsonl").read_text():
-        found.append("samples.jsonl differs")
+    for name in ("samples.jsonl", "held_out.jsonl"):
+        texts = [(path / name).read_text() if (path / name).exists() else None for path in (run, straight)]
+        if texts[0] != texts[1]:
+            found.append(f"{name} differs")
     kept = [sorted(os.listdir(path / "checkpoints")) for path in (run, straight)]
     if kept[0] != kept[1]:
         found.append(f"checkpoints/ has {', '.join(kept[0])}")
@@ -332,6 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kills", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--algorithm", default="ppo", choices=ALGORITHMS)
     parser.add_argument("--ranks", default="2,4", metavar="N,N", help=f"of {', '.join(map(str, LAYOUTS))}")
     parser.add_argument("--directory", type=Path, help="where the runs stay (default: a temporary directory)")
     arguments = parser.parse_args()
@@ -340,7 +358,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = arguments.directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
         directory.mkdir(parents=True, exist_ok=True)
-        place = Place(directory.resolve())
+        place = Place(directory.resolve(), arguments.algorithm)
         print(f"{'':>4} {'run':8} {'ranks':5} {'saves':12} {'moment':8} {'killed':8} {'step':4} {'gone':>6}  outcome")
         number = 0
         while len(kills) < arguments.kills:

@@ -7,6 +7,8 @@ import pytest
 from tests.distributed.goldens import truth
 from tests.distributed.goldens.cases import ARCHITECTURES, CASES, TOLERANCE, Case, load, measure, worst
 
+pytestmark = pytest.mark.long
+
 COMMON = ("llama", "gpt2", "gpt_neox", "gemma", "qwen3", "falcon_40b")
 RAGGED = {name: Case(name, "actor", "ragged") for name in ARCHITECTURES}
 FEW = [case for case in CASES if case.architecture in ("llama", "gpt2")]  # the other batches and roles

@@ -15,6 +15,8 @@ from tests import traffic
 from tests.distributed import layouts
 from tests.distributed.layouts import ADAM, examples, layout, share
 
+pytestmark = pytest.mark.long
+
 # ------------------------------------------------------------------------------------------------------ planted
 
 

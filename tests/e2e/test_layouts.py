@@ -19,6 +19,7 @@ from tests.distributed.layouts import GPT2, LLAMA, layout
 from tests.e2e import runs
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.long
 # Twelve layers are shared evenly by 2, 3, 4, 6 and 12 (virtual) stages. The weights are large, so that distributions
 # are far from flat.
 SIZES = dict(num_layers=12, hidden_size=48, ffn_hidden_size=72, num_attention_heads=12, num_query_groups=12,
