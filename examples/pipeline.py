@@ -15,10 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def arguments(doc: str, out: str, files: tuple[str, ...]) -> argparse.Namespace:
-    """Read the command line `DIRECTORY [--out RUNS] [--seed N]`. Checks that DIRECTORY has `files`; empties `out`."""
+def arguments(doc: str, out: str, files: tuple[str, ...] = ()) -> argparse.Namespace:
+    """Read the command line `DIRECTORY [--out RUNS] [--seed N]`; without `files` there is no DIRECTORY. Checks that it
+    has `files`; empties `out`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help=f"directory with {' and '.join(files)}")
+    if files:
+        parser.add_argument("data", type=Path, help=f"directory with {' and '.join(files)}")
     parser.add_argument("--out", type=Path, default=ROOT / out, help=f"for all runs, overwritten; default {out}")
     parser.add_argument("--seed", type=int, default=0, help="of every stage's data order, new heads and sampling")
     args = parser.parse_args()

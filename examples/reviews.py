@@ -123,15 +123,17 @@ def judge(text: str) -> float:
     return positive / (positive + negative) if positive + negative else 0.5
 
 
-def train_tokenizer(texts: list[str], path: str, vocab_size: int = 400) -> None:
-    """A SentencePiece model of `texts` at `path`.model, with pad 0, unknown 1, BOS 2, EOS 3."""
+def train_tokenizer(texts: list[str], path: str, vocab_size: int = 400, *, characters: bool = False) -> None:
+    """A SentencePiece model of `texts` at `path`.model, with pad 0, unknown 1, BOS 2, EOS 3. `characters`: each is a
+    token."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
         model_prefix=path,
         vocab_size=vocab_size,
-        model_type="bpe",
+        model_type="char" if characters else "bpe",
+        add_dummy_prefix=not characters,
         hard_vocab_limit=False,
         pad_id=0,
         unk_id=1,

@@ -37,12 +37,15 @@ def main() -> None:
 
 
 def write_data(source: Path, out: Path) -> int:
-    """Write the data of both stages. Returns the number of held-out pairs."""
-    rows = pipeline.read(source / TRAIN, "question", "answer")
-    examples = [{"prompt": prompt(row["question"]), "response": " " + row["answer"]} for row in rows]
-    train_tokenizer([e["prompt"] + e["response"] for e in examples], str(out / "tokenizer"), VOCABULARY)
-    pipeline.write(out / "sft.train.jsonl", examples[SFT_VALIDATION:])
-    pipeline.write(out / "sft.validation.jsonl", examples[:SFT_VALIDATION])
+    """Write the data of both stages, and of RL. Returns the number of held-out pairs."""
+    rows = [{"prompt": prompt(row["question"]), "answer": row["answer"]}
+            for row in pipeline.read(source / TRAIN, "question", "answer")]  # fmt: skip
+    train_tokenizer([f"{row['prompt']} {row['answer']}" for row in rows], str(out / "tokenizer"), VOCABULARY)
+    for name, part in (("train", rows[SFT_VALIDATION:]), ("validation", rows[:SFT_VALIDATION])):
+        pipeline.write(
+            out / f"sft.{name}.jsonl", ({"prompt": row["prompt"], "response": " " + row["answer"]} for row in part)
+        )
+        pipeline.write(out / f"questions.{name}.jsonl", part)  # of rl.yaml
     questions = pipeline.shuffled(filter(None, map(pairs, pipeline.read(source / SOLUTIONS, "question"))), seed=0)
     cut = round(len(questions) * HELD_OUT)
     counts = {}

@@ -24,6 +24,7 @@ from tests.e2e import runs
 from tests.ranks import ROOT
 
 EXAMPLES = ROOT / "examples"
+PATTERN = "a.*e"  # in some responses of a random model
 FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
 
 
@@ -55,6 +56,11 @@ def tiny_files(settings: Any, directory: Path) -> list[str]:
         values["scoring.sources"] = [
             source | ({"checkpoint": str(model)} if source["checkpoint"] else {}) for source in sources
         ]
+        for source in values["scoring.sources"]:
+            if source["verify"] is not None:  # a random model has no right answer, and without one there is no gradient
+                source |= {"verify": "regex", "pattern": PATTERN}
+        if settings.evaluation is not None:
+            values["evaluation.prompts.path"] = str(directory / "held_out.jsonl")
         for section in ("critic", "reference"):
             if hasattr(settings, section) and getattr(settings, section).checkpoint is not None:
                 values[f"{section}.checkpoint"] = str(model)
@@ -87,6 +93,8 @@ def reduced(settings: Any) -> tuple[list[str], int]:
             "training.micro_batch_tokens": 16 * samples,
             "training.batch_size": data * 2 * samples * settings.training.minibatches,
         }
+        if getattr(settings, settings.algorithm).shaping.overlong_buffer:
+            values["reinforce.shaping.overlong_buffer"] = 4
         if settings.ptx is not None:
             values |= {"ptx.batch_size": data * 2 * samples, "ptx.data.max_length": 16}
     else:
@@ -146,6 +154,7 @@ def directory(ranks, tmp_path_factory) -> Path:
         "SFTConfig": [{"prompt": review.prompt, "response": review.response} for review in reviews],
         "RewardConfig": pairs,
         "prompts": [{"prompt": review.prompt} for review in reviews],
+        "held_out": [{"prompt": review.prompt} for review in reviews[:4]],
     }
     for name, rows in files.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
