@@ -20,6 +20,7 @@ from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import FILE, VOCABULARY, Architecture
+from megarlhf.train import presets
 from megarlhf.train.program import Program
 from megarlhf.train.settings import RunConfig
 from megarlhf.train.setup import check_writable, existing
@@ -88,7 +89,10 @@ def matches(path: str, programs: dict[str, Program], overrides: Sequence[str] = 
     """The number of keys of a file with overrides, down to the second level, that each program's configuration has."""
     try:
         tree = config.read(Path(path), "the configuration", "give an existing YAML file")
-        keys = {(key, None) for key in config.top_level(path, overrides)}
+        given = config.top_level(path, overrides)
+        keys = {(key, None) for key in given}
+        if "preset" in given and given["preset"].value in presets.REINFORCE:  # which may stand for its section
+            keys.add(("reinforce", None))
     except UserError:
         tree, keys = {}, set()  # config.load says what is wrong
     keys |= {(key, sub) for key, value in tree.items() if isinstance(value, dict) for sub in value}

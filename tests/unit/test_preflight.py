@@ -214,9 +214,9 @@ def test_progress_of_older_checkpoints(tmp_path):
         assert progress == Progress("ppo", step=3, drawn=3, state={"kl_coef": coef}, refused=1)
 
 
-@pytest.mark.parametrize("content", ["reinforce: {}", "reinforce:", "reinforce: {gamma: 0.9}", ""])
+@pytest.mark.parametrize("content", ["reinforce: {}", "reinforce:", "reinforce: {gamma: 0.9}", "preset: grpo", ""])
 def test_the_program_is_found_by_the_algorithms_section(tmp_path, content):
-    """Also one without keys, or one that an override gives."""
+    """Also one without keys, one that a preset stands for, or one that an override gives."""
     (tmp_path / "run.yaml").write_text(f"run: r\nprompts: {{path: p}}\nscoring: {{}}\n{content}\n")
     programs = {name: cli.find(name) for name in cli.TRAINING}
     overrides = [] if content else ["reinforce.gamma=1"]
