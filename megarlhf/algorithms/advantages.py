@@ -73,8 +73,13 @@ def group_advantages(
 
 
 def varies(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) bool: whether the group of a row has different scores."""
+    """(B,) bool: whether the group of a row has different scores. Sums of the same numbers in another order differ by
+    rounding, which does not count; what is not finite does."""
     _, index, sizes = group_ids.unique(return_inverse=True, return_counts=True)
     empty = scores.new_zeros(len(sizes))
-    most, least = (empty.scatter_reduce(0, index, scores, how, include_self=False) for how in ("amax", "amin"))
-    return (most > least)[index]
+
+    def of_group(values: Tensor, how: str) -> Tensor:
+        return empty.scatter_reduce(0, index, values, how, include_self=False)[index]
+
+    gap = of_group(scores, "amax") - of_group(scores, "amin")
+    return ~(gap <= 1e-6 * of_group(scores.abs(), "amax"))

@@ -15,20 +15,21 @@ from megarlhf.batch import Rollout, Scores, concatenated
 from megarlhf.config import UserError
 
 
-def collect_varied(act: Actions, rounds: int) -> tuple[Rollout, Scores, int]:
-    """This rank's share of a batch of responses with their scores, and the number of rounds that it took, at most
-    `rounds`. If these do not find enough groups with different scores, the last one's others fill the batch. Raises
-    UserError, on every rank alike, if they find none. Collective."""
+def collect_varied(act: Actions, rounds: int) -> tuple[Rollout, Scores, dict[str, float]]:
+    """This rank's share of a batch of responses with their scores; and {"rounds": how many it took, at most `rounds`;
+    "score": the mean over all that were sampled}. If the rounds do not find enough groups with different scores, the
+    last one's others fill the batch. Raises UserError, on every rank alike, if they find none. Collective."""
     found: list[tuple[Rollout, Scores]] = []
+    sampled = []
     for _ in range(rounds):
         mine = act.sample(act.prompts())
         rollout, scores = (act.gathered(rows) for rows in (mine, act.score(mine)))
         keep = varies(scores.total, rollout.group_ids)
         found.append((rollout.select(keep), scores.select(keep)))
+        sampled.append(scores.total.double().mean().item())
         missing = len(keep) - sum(len(part) for part, _ in found)
         if missing <= 0:
             break
-    used = len(found)
     if missing == len(keep):
         size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         raise UserError(
@@ -42,4 +43,8 @@ def collect_varied(act: Actions, rounds: int) -> tuple[Rollout, Scores, int]:
         found.append((rollout.select(rest), scores.select(rest)))
     share = torch.arange(len(mine), device=mine.tokens.device) + act.rank * len(mine)
     rollouts, scored = zip(*found, strict=True)
-    return concatenated(rollouts).select(share), concatenated(scored).select(share), used
+    return (
+        concatenated(rollouts).select(share),
+        concatenated(scored).select(share),
+        {"rounds": len(sampled), "score": sum(sampled) / len(sampled)},
+    )

@@ -90,6 +90,7 @@ class OnlineAlgorithm:
     after_update: Callable[[Actions], None] = lambda act: None  # of the actor
     after_batch: Callable[[Actions], None] = lambda act: None  # that was learned from
     group_size: int = 1  # minimum of samples a prompt
+    min_response_length: int = 1  # the longest response allowed must be at least so long
     fixed_length: bool = False  # only for responses that do not end at EOS
     all_tokens: bool = False  # only for responses sampled from all tokens: no top_k, top_p or greedy
     greedy: bool = False  # calls Actions.greedy

@@ -20,6 +20,8 @@ from megarlhf.algorithms.masked import masked_sum, variance
 from megarlhf.batch import Experience
 from megarlhf.metrics import Max, Min
 
+LARGEST = 20.0  # log-ratio, in nats: beyond it exp would overflow, and turn a clipped token's gradient into NaN
+
 
 @dataclass(frozen=True)
 class ImportanceConfig:
@@ -64,6 +66,13 @@ class PolicyLossConfig:
             raise ValueError(f"clip_range: must be above 0 and at most 1, not {self.clip_range}")
         if self.clip_range_high is not None and self.clip_range_high <= 0:
             raise ValueError(f"clip_range_high: must be positive, not {self.clip_range_high}")
+        if self.entropy_coef < 0:
+            raise ValueError(f"entropy_coef: must not be negative, not {self.entropy_coef}")
+        if self.ratio == "sequence" and self.normalization != "sequence":
+            raise ValueError(
+                "normalization: must be sequence with ratio sequence, which already is of all tokens of a response; "
+                f"{self.normalization} would weight a response by its length once more"
+            )
         if self.dual_clip is not None and (self.surrogate != "clip" or self.dual_clip < 1 + self.high):
             raise ValueError(
                 f"dual_clip: must be at least 1 + clip_range_high = {1 + self.high:g}, with surrogate clip, not "
@@ -139,10 +148,11 @@ def importance_weights(logprobs: Tensor, sampled: Tensor, mask: Tensor, config: 
 
 def _log_ratio(difference: Tensor, mask: Tensor, how: str) -> Tensor:
     """(B, R) differences of log-probs, 0 outside the mask -> (B, R), or (B, 1) for whole responses."""
-    if how == "token":
-        return difference
-    total = difference.sum(1, keepdim=True)
-    return total if how == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)
+    if how == "sequence":
+        difference = difference.sum(1, keepdim=True)
+    elif how == "sequence_mean":
+        difference = difference.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return difference.clamp(-LARGEST, LARGEST)
 
 
 def _surrogate(

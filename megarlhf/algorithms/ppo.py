@@ -93,6 +93,7 @@ def algorithm(config: PPOConfig) -> OnlineAlgorithm:
         adapt=lambda state, values, batch_size: {
             "kl_coef": kl.next_kl_coef(state["kl_coef"], values["objective/kl"], config.kl, batch_size=batch_size)
         },
+        min_response_length=config.shaping.overlong_buffer + 1,
         fixed_length=config.score_position == "last",
         all_tokens="kl" in kl.signals(config.kl),
         token_mean=config.normalization == "token",

@@ -71,8 +71,8 @@ class ReinforceConfig(PolicyLossConfig):
             )
         if self.ratio == "sequence" and self.kl.place == "loss" and self.kl.coef:
             raise ValueError(
-                "ratio: sequence multiplies the score's gradient by the response's length, but not that of a KL in the "
-                "loss; use sequence_mean, or kl.place reward"
+                "ratio: sequence has the gradients of a response's tokens added, and a KL in the loss their mean; use "
+                "sequence_mean, or kl.place reward"
             )
         if self.advantage == "gdpo" and self.shaping != ShapingConfig():
             raise ValueError("shaping: changes the whole score, but gdpo reads each source's; make it a source")
@@ -102,6 +102,7 @@ def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
         restore=partial(restored, config=config),
         adapt=partial(adapt, config=config),
         group_size=2 if config.advantage in GROUPED else 1,
+        min_response_length=config.shaping.overlong_buffer + 1,
         fixed_length=config.score_position == "last",
         all_tokens=True,
         token_mean=config.normalization == "token",
@@ -112,8 +113,8 @@ def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
 def collect(act: Actions, *, config: ReinforceConfig) -> Batch:
     """A batch; for remax, with the scores of greedy responses in `extra`."""
     if config.dynamic_rounds:
-        rollout, scores, rounds = collect_varied(act, config.dynamic_rounds)
-        return act.evaluate(rollout, scores, rounds=torch.full_like(scores.scores, rounds))
+        rollout, scores, found = collect_varied(act, config.dynamic_rounds)
+        return act.evaluate(rollout, scores, **{k: torch.full_like(scores.scores, v) for k, v in found.items()})
     prompts = act.prompts()
     rollout = act.sample(prompts)
     scores, extra = act.score(rollout), {}
@@ -179,12 +180,13 @@ def _advantages(batch: Batch, scores: Scores, state: State, config: ReinforceCon
 
 def objective(batch: Batch, state: State, *, config: ReinforceConfig) -> Metrics:
     """Metrics of the policy that sampled the batch; groups/varied is the share of responses whose group's scores
-    differ, groups/rounds the number of batches that were sampled for this one."""
+    differ, groups/rounds the number of batches that were sampled for this one, groups/score the mean score of them
+    all, groups/greedy that of the greedy responses."""
     found = kl.objective(batch.rollout, batch.scores, batch.signals, kl_coef=state["kl_coef"], config=config.kl)
     count = torch.ones_like(batch.scores.scores).sum()
     if config.advantage in GROUPED:
         found["groups/varied"] = (varies(batch.scores.total, batch.rollout.group_ids).sum(), count)
-    for name in batch.extra.keys() & {"rounds", "greedy"}:
+    for name in batch.extra.keys() & {"rounds", "score", "greedy"}:
         found[f"groups/{name}"] = (batch.extra[name].sum(), count)
     if config.shaping != ShapingConfig():
         loss = batch.scores.scores - shaped(batch.scores, batch.rollout.mask, config.shaping).scores
@@ -209,6 +211,7 @@ def adapt(state: State, values: dict[str, float], batch_size: int, *, config: Re
     learned = "reinforce/loss/policy" in values  # a batch that the guard refused may have any score
     if config.moving and learned:
         seen = values["objective/scores_total" if config.kl.place == "reward" else "objective/scores"]
+        seen -= values.get("objective/length_penalty", 0.0)
         decay, before = config.baseline_decay, weight
         weight = decay * before + 1 - decay
         baseline = (decay * before * baseline + (1 - decay) * seen) / weight

@@ -115,6 +115,11 @@ def slots(config: SamplerConfig, prompts: int, stages: int) -> int:
     return min(config.micro_batch_size, -(-prompts * config.samples_per_prompt // stages))
 
 
+def prompts_at_once(config: SamplerConfig, share: int, stages: int) -> int:
+    """Prompts of a rank that are sampled and scored in one call."""
+    return max(1, ROUNDS * slots(config, share, stages) * stages // config.samples_per_prompt)
+
+
 def respond(
     engine: Engine,
     scorer: Scorer,
@@ -142,7 +147,7 @@ def respond(
     stages = topology.parallel.pipeline
     at_once = replace(draw, micro_batch_size=slots(draw, share, stages))
     policy = Sampler(engine, at_once, prompt_length=length, seed=seed, eos_id=eos_id)
-    step = max(1, ROUNDS * at_once.micro_batch_size * stages // samples)
+    step = prompts_at_once(draw, share, stages)
     parts = []
     for start in range(0, share, step):
         rows = mine[start : start + step]

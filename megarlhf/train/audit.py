@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from megarlhf import config, records
+from megarlhf.algorithms.ppo import OPENAI_2019
 from megarlhf.algorithms.reinforce import ReinforceConfig
 from megarlhf.experience.scorer import SourceConfig
 from megarlhf.models.locate import find_model
@@ -68,6 +69,15 @@ def details(settings: OnlineRunConfig) -> list[Row]:
     ]  # fmt: skip
 
 
+def later(settings: OnlineRunConfig) -> list[Row]:
+    """The switches of PPO that the original does not have."""
+    known = ("gamma", "lam", "score_position", "clip_range", "clip_range_value", "vf_coef", "whiten_rewards",
+             "whiten_advantages", "kl.coef", "kl.controller", "kl.target", "kl.horizon", "kl.estimator")  # fmt: skip
+    now, original = flat(config.to_dict(settings.ppo)), flat(config.to_dict(OPENAI_2019))
+    names = [name for name in now if name not in known]
+    return [("", f"ppo.{name}", now[name], original.get(name)) for name in names]
+
+
 def switches(settings: OnlineRunConfig) -> list[Row]:
     """The switches of a policy gradient without a critic, and of sampling and training those that its preset has."""
     preset = presets.REINFORCE.get(settings.preset, {})
@@ -80,7 +90,10 @@ def switches(settings: OnlineRunConfig) -> list[Row]:
 
 # Of an algorithm: its rows, and the first line of its table, with the preset.
 AUDITS = {
-    "ppo": (details, "audit of PPO's details (preset {}; * differs from the 2019 original)"),
+    "ppo": (
+        lambda settings: [*details(settings), *later(settings)],
+        "audit of PPO's details (preset {}; * differs from the 2019 original)",
+    ),
     "reinforce": (switches, "audit of switches (preset {}; * differs from it)"),
 }
 

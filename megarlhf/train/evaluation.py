@@ -14,7 +14,7 @@ from torch import Tensor
 from megarlhf.batch import Rollout, Scores
 from megarlhf.config import UserError, nearest
 from megarlhf.data.prompts import PromptSet, load_prompts
-from megarlhf.experience.held_out import ROUNDS, EvaluationConfig, pass_at, respond, slots
+from megarlhf.experience.held_out import EvaluationConfig, pass_at, prompts_at_once, respond, slots
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import Scorer
 from megarlhf.log import Log
@@ -65,6 +65,11 @@ def check(
     names = settings.scoring.names
     if config.source is not None and config.source not in names:
         raise UserError(f"evaluation.source: there is no source '{config.source}'; {nearest(config.source, names)}")
+    if config.source is None and any(source.normalize for source in settings.scoring.sources):
+        raise UserError(
+            "evaluation.source: the score of a source with normalize: true is relative to a mean that moves with the "
+            f"policy; name the source whose own number is to be compared: {', '.join(names)}"
+        )
     if same_file(given.path, settings.prompts.path):
         raise UserError(
             f"evaluation.prompts.path: {given.path} is the file of the training prompts; give a file of prompts that "
@@ -77,11 +82,13 @@ def check(
     prompts, report = load_prompts(start.tokenizer, given, check_record=records)
     share = -(-len(prompts) // settings.parallel.data(world_size))
     for draw in draws:
-        at_once = slots(draw, share, settings.parallel.pipeline) * settings.parallel.pipeline
+        stages = settings.parallel.pipeline
+        rows = prompts_at_once(draw, share, stages) * draw.samples_per_prompt
         memory.check_sizes(
-            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, rows=ROUNDS * at_once,
-            micro_batch_tokens=settings.micro_batch_tokens, sampled=at_once,
+            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, rows=rows,
+            micro_batch_tokens=settings.micro_batch_tokens, sampled=slots(draw, share, stages) * stages,
         )  # fmt: skip
+        scoring.check_patience(settings.scoring, rows, settings.job.hang_minutes)
     if (given.length, response_length) != (settings.prompts.length, settings.sampler.response_length):
         scoring.check_sources(
             settings.scoring, start.tokenizer, settings.parallel, vocab_size=start.architecture.vocab_size,

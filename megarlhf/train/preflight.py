@@ -91,7 +91,7 @@ def matches(path: str, programs: dict[str, Program], overrides: Sequence[str] = 
         tree = config.read(Path(path), "the configuration", "give an existing YAML file")
         given = config.top_level(path, overrides)
         keys = {(key, None) for key in given}
-        if "preset" in given and given["preset"].value in presets.REINFORCE:  # which may stand for its section
+        if "preset" in given and given["preset"].value in [*presets.REINFORCE]:  # which may stand for its section
             keys.add(("reinforce", None))
     except UserError:
         tree, keys = {}, set()  # config.load says what is wrong

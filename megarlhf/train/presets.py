@@ -27,6 +27,9 @@ _NO_KL = {"coef": 0.0}
 _CLIPPED = {"surrogate": "clip", "clip_range": 0.2}
 
 
+_SMALL_RATE = {"lr": 1e-6, "schedule": "constant"}
+
+
 def _sampled(samples: int) -> dict[str, Any]:
     return {"samples_per_prompt": samples, "temperature": 1.0, "stop_at_eos": True}
 
@@ -38,22 +41,23 @@ REINFORCE: dict[str, Preset] = {
                       "kl": {"place": "loss", "estimator": "k3", "coef": 0.04}},
         "sampler": _sampled(64),
         "training": {"batch_size": 1024, "minibatches": 1, "epochs": 1},
-        "optimizer": {"lr": 1e-6, "schedule": "constant"},
+        "optimizer": _SMALL_RATE,
     },
     # Liu et al. 2025, arXiv:2503.20783, section 3.2
     "dr_grpo": {
         "reinforce": {"advantage": "dr_grpo", **_CLIPPED, "normalization": "constant", "kl": _NO_KL},
         "sampler": _sampled(8),
         "training": {"batch_size": 1024, "minibatches": 1, "epochs": 1},
-        "optimizer": {"lr": 1e-6, "schedule": "constant"},
+        "optimizer": _SMALL_RATE,
     },
-    # Yu et al. 2025, arXiv:2503.14476, section 4.1, for responses of 20480 tokens
+    # Yu et al. 2025, arXiv:2503.14476, section 4.1, for responses of 20480 tokens. The warm-up, there of 20 steps or 320
+    # updates, is the configuration's.
     "dapo": {
         "reinforce": {"advantage": "grpo", **_CLIPPED, "clip_range_high": 0.28, "normalization": "token", "kl": _NO_KL,
                       "dynamic_rounds": 10, "shaping": {"overlong_buffer": 4096, "overlong_penalty": 1.0}},
         "sampler": _sampled(16),
         "training": {"batch_size": 8192, "minibatches": 16, "epochs": 1},
-        "optimizer": {"lr": 1e-6, "schedule": "constant"},
+        "optimizer": _SMALL_RATE,
     },
     # Ahmadian et al. 2024, arXiv:2402.14740, section 4: one action a response, no clipping
     "rloo": {
@@ -61,18 +65,22 @@ REINFORCE: dict[str, Preset] = {
                       "kl": {"place": "reward", "estimator": "k1", "coef": 0.03}},
         "sampler": _sampled(4),
         "training": {"minibatches": 1, "epochs": 1},
-        "optimizer": {"lr": 1e-6},
+        "optimizer": _SMALL_RATE,
     },
-    # Hu et al. 2025, arXiv:2501.03262
+    # Hu et al. 2025, arXiv:2501.03262; batch sizes and rates of this and the following are ours
     "reinforce++": {
         "reinforce": {"advantage": "reinforce", "baseline": "none", "whiten_advantages": True, **_CLIPPED,
                       "normalization": "token", "kl": {"place": "reward", "estimator": "k1", "coef": 0.01}},
         "sampler": _sampled(1),
+        "training": {"minibatches": 1, "epochs": 1},
+        "optimizer": _SMALL_RATE,
     },
     "reinforce++_baseline": {
         "reinforce": {"advantage": "dr_grpo", "whiten_advantages": True, **_CLIPPED, "normalization": "token",
                       "kl": {"place": "loss", "estimator": "k2", "coef": 0.01}},
         "sampler": _sampled(8),
+        "training": {"minibatches": 1, "epochs": 1},
+        "optimizer": _SMALL_RATE,
     },
     # Zheng et al. 2025, arXiv:2507.18071, section 5.1
     "gspo": {
@@ -80,11 +88,14 @@ REINFORCE: dict[str, Preset] = {
                       "clip_range_high": 4e-4, "normalization": "sequence", "kl": _NO_KL},
         "sampler": _sampled(16),
         "training": {"minibatches": 4, "epochs": 1},
+        "optimizer": _SMALL_RATE,
     },
-    # MiniMax 2025, arXiv:2506.13585, section 3.1: no lower bound; the upper one is 5
+    # MiniMax 2025, arXiv:2506.13585, section 3.1: no lower bound. The paper does not give the upper one; 5 is usual.
     "cispo": {
         "reinforce": {"advantage": "grpo", "surrogate": "cispo", "clip_range": 1.0, "clip_range_high": 4.0,
                       "normalization": "token", "kl": _NO_KL},
         "sampler": _sampled(16),
+        "training": {"minibatches": 1, "epochs": 1},
+        "optimizer": _SMALL_RATE,
     },
 }  # fmt: skip

@@ -15,7 +15,7 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader, PromptSet, load_prompts
 from megarlhf.data.sft import Examples, load_sft
-from megarlhf.experience import rollout, sampler, sandbox, sources
+from megarlhf.experience import rollout, sampler, sources
 from megarlhf.experience.sampler import Sampler
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, check_length
@@ -53,6 +53,13 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             f"sampler.samples_per_prompt: {samples} does not divide the {training.batch_size // data_size} responses "
             "of a data-parallel rank; change it or training.batch_size"
         )
+    if settings.sampler.response_length < algorithm.min_response_length:
+        raise UserError(
+            f"{name}.shaping.overlong_buffer: {algorithm.min_response_length - 1} must be below "
+            f"sampler.response_length {settings.sampler.response_length}, or every response is penalised; change one"
+        )
+    if "actor" not in algorithm.updates(training.steps - 1):
+        raise UserError(f"{name}.critic_warmup: lasts all {training.steps} steps, so no policy is trained; lower it")
     settings.optimizer.check_steps(training.updates)
     if settings.critic_kind is not None and settings.critic.optimizer is not None:
         settings.critic.optimizer.check_steps(training.updates, "critic.optimizer")
@@ -76,13 +83,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
             f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
             f"{sources.PATIENCE / 60 + 5:g} or more"
         )
-    judging = scoring.longest_judging(settings.scoring, training.batch_size // data_size)
-    if judging >= 60 * settings.job.hang_minutes:
-        raise UserError(
-            f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while responses are verified: a batch "
-            f"may take {judging / 60:.3g} minutes on this rank's CPUs ({sandbox.workers()}) if each response takes all "
-            "its time; give more minutes, a smaller batch or a lower sandbox.seconds"
-        )
+    scoring.check_patience(settings.scoring, training.batch_size // data_size, settings.job.hang_minutes)
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")
     if start.resume_from is not None:
         read_progress(start.resume_from, settings.algorithm, algorithm)

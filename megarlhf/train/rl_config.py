@@ -160,10 +160,14 @@ def load(path: str | None, overrides: list[str], *, default: str | None = None) 
     if len(named) > 1:
         where = given[named[1]].where
         raise UserError(f"{where}: the sections {' and '.join(named)} name an algorithm each; keep one")
-    if not named and default is None:  # a preset names its algorithm too
-        named = [
-            name for name, entry in ALGORITHMS.items() if "preset" in given and given["preset"].value in entry.presets
-        ]
+    preset = given.get("preset", config.Given("default", ""))
+    if not named and default is None and preset.value != "default":  # it names its algorithm too
+        named = [name for name, entry in ALGORITHMS.items() if preset.value in [*entry.presets]]
+        if not named:
+            known = [known for entry in ALGORITHMS.values() for known in entry.presets]
+            raise UserError(
+                f"{preset.where}: there is no preset {preset.value!r}; {config.nearest(str(preset.value), known)}"
+            )
     if not named and default is None:
         known = {field.name for name in ALGORITHMS for field in fields(run_config(name))}
         for key in given.keys() - known:  # perhaps it is a file for another program

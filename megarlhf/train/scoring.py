@@ -71,6 +71,18 @@ def record_check(config: ScoringConfig) -> Callable[[Record], None]:
     return check
 
 
+def check_patience(config: ScoringConfig, rows: int, hang_minutes: float) -> None:
+    """Refuse (UserError) a watchdog that would end a run in which verifiers take all their time for `rows` responses at
+    once."""
+    seconds = longest_judging(config, rows)
+    if seconds >= 60 * hang_minutes:
+        raise UserError(
+            f"job.hang_minutes: {hang_minutes:g} would end the run while responses are verified: {rows} responses may "
+            f"take {seconds / 60:.3g} minutes on this rank's CPUs ({sandbox.workers()}) if each takes all its time; "
+            "give more minutes, fewer responses or a lower sandbox.seconds"
+        )
+
+
 def longest_judging(config: ScoringConfig, rows: int) -> float:
     """Seconds for `rows` responses if each takes all the time that verifiers allow."""
     seconds = 0.0

@@ -37,7 +37,10 @@ CASES = {
     "dr_grpo": ("dr_grpo", {}),
     "dapo": ("dapo", {"reinforce.shaping.overlong_buffer": 2, "judge": "rarely"}),
     "rloo": ("rloo", {"reinforce.kl.estimator": "exact", "reinforce.kl.coef": 0.5}),
-    "sequence": ("rloo", {"reinforce.ratio": "sequence", "reinforce.surrogate": "clip"}),
+    "sequence": (
+        "rloo",
+        {"reinforce.ratio": "sequence", "reinforce.surrogate": "clip", "reinforce.normalization": "sequence"},
+    ),
     "reinforce++": ("reinforce++", {}),
     "reinforce++_baseline": ("reinforce++_baseline", {}),
     "gspo": ("gspo", {}),
@@ -103,6 +106,7 @@ def test_every_preset_under_every_layout(ranks, path, tmp_path):
     assert first["reinforce/policy/clipfrac"] > 0 and first["reinforce/policy/dualfrac"] > 0
     assert first["objective/length_penalty"] > 0 and last["reinforce/loss/kl"] > 0
     assert any(record["groups/rounds"] > 1 for record in numbers(tmp_path / "dapo one"))
+    assert all(record["groups/score"] != record["objective/scores"] for record in numbers(tmp_path / "dapo one"))
     assert {record["groups/varied"] for record in numbers(tmp_path / "dapo one")} == {1.0}
 
 
@@ -126,7 +130,7 @@ def test_groups_that_never_vary_end_the_run(path, tmp_path):
     tree = yaml.safe_load(path.read_text())
     tree |= {"run": str(tmp_path / "run"), "preset": "dapo"}
     tree["scoring"] = {"sources": [{"function": f"{path.parent}/judge.py:never"}]}
-    tree["reinforce"] = {"dynamic_rounds": 3}
+    tree["reinforce"] = {"dynamic_rounds": 3, "shaping": {"overlong_buffer": 2}}
     file.write_text(yaml.safe_dump(tree))
     done = finish(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *CLI, "rl", "--config",
@@ -147,9 +151,13 @@ MISTAKES = {
         ["reinforce.advantage=reinforce", "reinforce.ratio=sequence_mean"],
         "sequence_mean is of whole",
     ),
-    "length": (["reinforce.ratio=sequence"], "multiplies the score's gradient by the response's length"),
+    "length": (["reinforce.ratio=sequence"], "a KL in the loss their mean"),
+    "twice": (["preset=rloo", "reinforce.ratio=sequence"], "must be sequence with ratio sequence"),
+    "overlong": (["preset=dapo"], "overlong_buffer: 4096 must be below sampler.response_length"),
+    "entropy": (["reinforce.entropy_coef=-1"], "entropy_coef: must not be negative"),
+    "kinds": (["preset=[dapo]"], "there is no preset"),
     "shaping": (["reinforce.advantage=gdpo", "reinforce.shaping.length_penalty=0.1"], "gdpo reads each source's"),
-    "unknown": (["preset=grop"], "no section names the algorithm"),
+    "unknown": (["preset=grop"], "there is no preset 'grop'; did you mean 'grpo'"),
 }
 
 

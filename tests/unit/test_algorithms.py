@@ -13,10 +13,11 @@ import torch
 
 from megarlhf import config as configuration
 from megarlhf import metrics, optim
-from megarlhf.algorithms.advantages import gae
+from megarlhf.algorithms.advantages import gae, group_advantages, varies
 from megarlhf.algorithms.interface import share_trunk
 from megarlhf.algorithms.kl import KLConfig, kl_estimate, next_kl_coef, objective, penalised_rewards
 from megarlhf.algorithms.masked import last_valid, masked_mean, masked_sum, masked_var, whiten
+from megarlhf.algorithms.policy_loss import PolicyLossConfig
 from megarlhf.algorithms.policy_loss import policy_loss as general_loss
 from megarlhf.algorithms.ppo import (
     OPENAI_2019,
@@ -516,7 +517,7 @@ def test_the_originals_values():
         ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 in the reward is biased: .*; use k1 or exact"),
         ({"kl": {"place": "loss"}}, "kl.estimator: k1 in the loss has no gradient on average; use k2 or k3"),
         ({"dual_clip": 1.1}, "dual_clip: must be at least 1 \\+ clip_range_high = 1.2, with surrogate clip, not 1.1"),
-        ({"ratio": "sequence"}, "ratio: sequence is of whole responses, but PPO's advantages are of tokens"),
+        ({"ratio": "sequence_mean"}, "ratio: sequence_mean is of whole responses, but PPO's advantages are of tokens"),
         ({"importance": {"low": 0.5}}, "importance.low: is for mode mask"),
         ({"shaping": {"overlong_buffer": -1}}, "shaping.overlong_buffer: must not be negative, not -1"),
         ({"score_position": "first"}, "score_position must be one of last, last_valid"),
@@ -525,6 +526,28 @@ def test_the_originals_values():
 def test_config_mistakes(values, message):
     with pytest.raises(UserError, match=f"run.yaml: {message}"):
         configuration.from_dict(PPOConfig, values, "run.yaml")
+
+
+def test_a_ratio_too_large_for_a_float_has_no_gradient_where_it_is_clipped():
+    """exp of a response's log-ratio may overflow, and 0 * inf is NaN."""
+    config = PolicyLossConfig(ratio="sequence", normalization="sequence")
+    mask = torch.ones(1, 200, dtype=torch.bool)
+    rows = Experience(tokens=torch.zeros(1, 201, dtype=torch.int64), mask=mask, logprobs=torch.full((1, 200), -3.0),
+                      advantages=torch.ones(1, 200))  # fmt: skip
+    logprobs = torch.full((1, 200), -2.0, requires_grad=True)
+    total, count, _ = policy_loss({"logprobs": logprobs}, rows, config=config)
+    total.backward()
+    assert total.item() == pytest.approx(-1.2) and count == 1 and not logprobs.grad.any()
+
+
+def test_groups_vary_beyond_rounding():
+    """Sums of the same steps in another order differ by rounding. What is not finite is for the guard to see."""
+    scores = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 1.0, 1.0001, torch.nan, 1.0], dtype=torch.float32)
+    scores[0] += 6e-8
+    found = varies(scores, torch.tensor([5, 5, 3, 3, 9, 9]))
+    assert found.tolist() == [False, False, True, True, True, True]
+    advantages, factor = group_advantages(scores[:2], torch.tensor([5, 5]), deviation=True)
+    assert scores[0] != scores[1] and not advantages.any() and not factor.any()
 
 
 # ------------------------------------------------------------------------------------------------ Adam, P12

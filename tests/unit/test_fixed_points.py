@@ -114,7 +114,8 @@ def test_the_kl_in_the_reward_leads_to_the_optimum(advantage, estimator, length)
     [
         ("none", "token", "token"),
         ("clip", "sequence", "sequence_mean"),
-        ("clip", "sequence_sum", "sequence"),
+        ("clip", "sequence", "sequence"),
+        ("clip", "sequence_sum", "token"),
         ("clip", "constant", "token"),
         ("cispo", "token", "token"),
     ],
