@@ -186,8 +186,8 @@ def objective(batch: Batch, state: State, *, config: ReinforceConfig) -> Metrics
     count = torch.ones_like(batch.scores.scores).sum()
     if config.advantage in GROUPED:
         found["groups/varied"] = (varies(batch.scores.total, batch.rollout.group_ids).sum(), count)
-    for name in batch.extra.keys() & {"rounds", "score", "greedy"}:
-        found[f"groups/{name}"] = (batch.extra[name].sum(), count)
+    for name, values in batch.extra.items():  # of `collect`
+        found[f"groups/{name}"] = (values.sum(), count)
     if config.shaping != ShapingConfig():
         loss = batch.scores.scores - shaped(batch.scores, batch.rollout.mask, config.shaping).scores
         found["objective/length_penalty"] = (loss.sum(), count)

@@ -50,8 +50,8 @@ REINFORCE: dict[str, Preset] = {
         "training": {"batch_size": 1024, "minibatches": 1, "epochs": 1},
         "optimizer": _SMALL_RATE,
     },
-    # Yu et al. 2025, arXiv:2503.14476, section 4.1, for responses of 20480 tokens. The warm-up, there of 20 steps or 320
-    # updates, is the configuration's.
+    # Yu et al. 2025, arXiv:2503.14476, section 4.1, for responses of 20480 tokens. The warm-up, there of 20 steps (320
+    # updates), is the configuration's.
     "dapo": {
         "reinforce": {"advantage": "grpo", **_CLIPPED, "clip_range_high": 0.28, "normalization": "token", "kl": _NO_KL,
                       "dynamic_rounds": 10, "shaping": {"overlong_buffer": 4096, "overlong_penalty": 1.0}},
