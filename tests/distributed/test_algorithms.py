@@ -1,5 +1,6 @@
 """What algorithms/ and the metrics do over ranks: the same numbers as one rank with all the rows."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 import torch.distributed as dist
 
 from megarlhf import metrics
+from megarlhf.algorithms.kl import KLConfig
 from megarlhf.algorithms.masked import whiten
+from megarlhf.algorithms.policy_loss import PolicyLossConfig
 from megarlhf.algorithms.policy_loss import policy_loss as general_loss
 from megarlhf.algorithms.ppo import PPOConfig, value_loss, whiten_minibatch
 from megarlhf.algorithms.reward import normalisation
-from megarlhf.batch import CriticExperience
+from megarlhf.batch import CriticExperience, Experience
 from megarlhf.metrics import Max, Mean, Min, Variance
 from megarlhf.models.build import build
+from megarlhf.optim import OptimizerConfig
 from tests.distributed.layouts import ADAM, LLAMA, examples, layout, share
 
 CONFIG = PPOConfig(whiten_rewards=True)
@@ -95,3 +99,54 @@ def test_ppo_metrics_do_not_depend_on_the_layout(ranks):
             for case, steps in zip(cases, answer, strict=True):
                 for got, expected in zip(steps, truth, strict=True):
                     assert got == pytest.approx(expected, rel=1e-4, abs=1e-5), (world_size, case)
+
+
+# All that a policy's loss can divide by, with everything that is added to it.
+LOSSES = [
+    PolicyLossConfig(ratio=ratio, normalization=how, entropy_coef=0.05, clip_range=0.05)
+    for ratio, how in (("token", "token"), ("token", "sequence"), ("token", "sequence_sum"), ("token", "constant"),
+                       ("sequence", "sequence"), ("sequence_mean", "token"))
+]  # fmt: skip
+KL = KLConfig(place="loss", estimator="k2")
+CUTS = {
+    1: [(1, {}), (3, {})],
+    2: [(2, {}), (4, dict(tensor=2, sequence=True)), (2, dict(pipeline=2))],
+    4: [(1, {}), (2, dict(tensor=2)), (2, dict(pipeline=2))],
+}
+
+
+def gradients(cases):
+    """[(rows of a micro-batch, ParallelConfig fields)] -> for each of LOSSES the loss, its gradient's norm, and the
+    global batch's log-probs after an update, whose every weight has moved by its gradient."""
+    results = []
+    for micro, sizes in cases:
+        with layout(**sizes) as topology:
+            found = []
+            for config in LOSSES:
+                engine = build("actor", LLAMA, topology, micro_batch_tokens=24 * micro, dtype="fp32",
+                               optimizer=OptimizerConfig(name="adam", lr=1e-2, eps=1.0, schedule="constant"),
+                               total_steps=1, seed=7)  # fmt: skip
+                batch = examples()
+                noise = torch.randn(3, *batch.mask.shape, generator=torch.Generator().manual_seed(1)) * batch.mask
+                own = engine.forward(share(batch, topology))["logprobs"]
+                rows = share(Experience(**vars(batch), logprobs=noise[0], advantages=noise[1], ref_logprobs=noise[2],
+                                        weights=noise[0].exp(), kl_coef=0.3), topology)  # fmt: skip
+                rows = dataclasses.replace(
+                    rows, logprobs=own + 0.1 * rows.logprobs, ref_logprobs=own + 0.5 * rows.ref_logprobs
+                )
+                metrics = engine.step(rows, partial(general_loss, config=config, kl=KL, name="x"), with_entropy=True)
+                after = engine.forward(batch)["logprobs"]
+                found.append(([metrics[name].value for name in ("x/loss/policy", "x/loss/kl", "grad_norm")], after))
+            results.append(found)
+    return results
+
+
+def test_the_gradient_of_each_normalisation_does_not_depend_on_the_cut(ranks):
+    ((truth,),) = ranks.run(1, gradients, [(8, {})])
+    assert len({round(numbers[2], 6) for numbers, _ in truth}) == len(LOSSES)
+    for world_size, cases in CUTS.items():
+        for answer in ranks.run(world_size, gradients, cases):
+            for case, found in zip(cases, answer, strict=True):
+                for loss, (numbers, after), (expected, logprobs) in zip(LOSSES, found, truth, strict=True):
+                    assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-6), (world_size, case, loss)
+                    torch.testing.assert_close(after, logprobs, rtol=1e-5, atol=1e-5)
