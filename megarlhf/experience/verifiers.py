@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -122,8 +123,7 @@ def _wrong_pattern(pattern: str) -> str | None:
 def _wrong_tests(value: Any) -> str | None:
     if not (isinstance(value, (str, list)) and all(isinstance(test, str) for test in _tests(value))):
         return "is no string or list of strings"
-    inert = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    does_something = False
+    does_something, defined = False, []
     for test in _tests(value):
         try:
             with warnings.catch_warnings():
@@ -131,5 +131,29 @@ def _wrong_tests(value: Any) -> str | None:
                 body = ast.parse(test).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return f"is not Python ({error})"
-        does_something |= any(not isinstance(statement, inert) for statement in body)
-    return None if does_something else "tests nothing: it has no assert and no call"
+        does_something |= any(map(_does_something, body))
+        defined += [statement.name for statement in body if isinstance(statement, ast.FunctionDef)]
+    if does_something:
+        return None
+    missing = f"; add a last line that calls {defined[-1]}, such as {defined[-1]}(name)" if defined else ""
+    return f"tests nothing: outside functions and classes it has no assert and no call{missing}"
+
+
+def _does_something(statement: ast.stmt) -> bool:
+    """Whether it can fail: an assert, a raise or a call for its own sake, outside bodies of functions and classes."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return False
+    if isinstance(statement, (ast.Assert, ast.Raise)):
+        return True
+    if isinstance(statement, ast.Expr):
+        return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return any(_does_something(node) for node in _inner(statement))
+
+
+def _inner(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements directly in a compound one, also those of its handlers and cases."""
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, ast.stmt):
+            yield node
+        elif isinstance(node, (ast.ExceptHandler, ast.match_case)):
+            yield from node.body

@@ -85,6 +85,15 @@ CORRECT = {
         "def f():\n    with open('/tmp/a', 'w') as file: file.write('x')\n    return open('a').read()",
         ["assert f() == 'x'"],
     ),
+    "all names of NumPy": (
+        "from numpy import *\nfrom numpy import sqrt as root\ndef f(x): return root(array(x)), float32(2)",
+        ["assert f([4, 9]) == ([2, 3], 2)"],
+    ),
+    "a class that is a context": (
+        "class C:\n    def __enter__(self): return [1]\n    def __exit__(self, *e): self.left = e[0] is not None",
+        ["c = C()\nwith c as x: assert x == [1]\nassert not c.left",
+         "c = C()\ntry:\n    with c: raise KeyError\nexcept KeyError: assert c.left\nelse: assert False"],
+    ),
     "numpy": ("import numpy as np\ndef f(x): return np.sum(x), np.array(x)", ["assert f([1, 2]) == (3, [1, 2])"]),
 }  # fmt: skip
 
@@ -110,6 +119,17 @@ FORGED = {
     "AssertionError": "import builtins; builtins.AssertionError = type('E', (), {})",
     "an object equal to everything": "class A:\n    def __eq__(s, o): return True\n    def __bool__(s): return True\n"
     "    def __getattr__(s, n): return s\n    __sub__ = __abs__ = __lt__ = lambda s, *o: True\ndef f(x): return A()",
+    "a difference of 0": "class A:\n"
+    "    __add__ = __sub__ = __mul__ = __truediv__ = __neg__ = lambda s, *o: 0.0\ndef f(x): return A()",
+    "a difference that is a handle": "class A:\n    __sub__ = __neg__ = __abs__ = __round__ = lambda s, *o: s\n"
+    "    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = __bool__ = lambda s, *o: True\n"
+    "    __float__ = __int__ = __index__ = __len__ = lambda s: 0\n    def __iter__(s): return iter(())\n"
+    "def f(x): return A()",
+    "a context that swallows": "class A:\n    def __enter__(s): return s\n    def __exit__(s, *e): return True\n"
+    "def f(x): return A()",
+    "a context that raises": "class A:\n    def __enter__(s): return s\n    def __exit__(s, *e): raise KeyError\n"
+    "def f(x): return A()",
+    "an iteration that ends": "def f(x): raise StopIteration",
     "an int equal to everything": "class A(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
     "def f(x): return A(7)",
     "built-in functions": "def abs(x): return 0\ndef all(x): return True\ndef isinstance(*x): return True",
@@ -141,7 +161,15 @@ FORGED = {
     "recursive data": "def f(x):\n    a = []\n    a.append(a)\n    return a",
 }
 TWO = ["assert f(1) == 2", "assert math.isclose(f(1), 2)", "assert abs(f(1) - 2) < 1e-6",
-       "assert isinstance(f(2), int) and all(f(x) == x + 1 for x in (2, 3))"]  # fmt: skip
+       "assert isinstance(f(2), int) and all(f(x) == x + 1 for x in (2, 3))",
+       "assert all(map(lambda x: f(x) == x + 1, (2, 3)))",
+       "assert (f(1) - 2) * 3 + 1 == 1 or not (f(1) - 2) or -(f(1) - 2) == 0 or round(f(1) - 2, 3) == 0"]  # fmt: skip
+
+
+def test_a_context_does_not_hide_a_failure():
+    test = "try:\n    with f(1): assert False\nexcept KeyError: pass"
+    names = ("a context that swallows", "a context that raises")
+    assert not any(verdicts({name: FORGED[name] for name in names}, [test], LIMITS).values())
 
 
 def test_success_is_not_forged():

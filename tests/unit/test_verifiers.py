@@ -252,6 +252,36 @@ BAD = [
     ("code", {"tests": []}, "'tests' tests nothing"),
     ("code", {"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "'tests' tests nothing"),
 ]
+HUMAN_EVAL = "\n\nMETADATA = {'author': 'jt'}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+BAD += [
+    ("code", {"tests": test}, "'tests' tests nothing: .*has no assert and no call" + hint)
+    for test, hint in (
+        (HUMAN_EVAL, "; add a last line that calls check, such as check\\(name\\)"),
+        ('"a text"\npass\nx = dict(a=1)', ""),
+        ("class A:\n    assert f(1) == 2", ""),
+        ("if True:\n    def check(g): assert g(1) == 2", ""),
+        ("x: int = 3\nimport math\nfor _ in range(3): pass", ""),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        HUMAN_EVAL + "check(f)",
+        "for x in (1, 2):\n    if x: assert f(x)",
+        "with open('a'):\n    f(1)",
+        "x = f(1)\nif x != 2: raise ValueError(x)",
+        "try:\n    x = 1\nexcept ValueError:\n    assert False",
+        "match f(1):\n    case 2: pass\n    case _: assert False",
+        "[check(g) for g in (f,)]",
+    ],
+)
+def test_tests_that_can_fail_are_accepted(test):
+    verifier("code").check({"tests": test})
+    verifier("code").check({"tests": ["x = 1", test]})
+
+
 GOOD = {"prompt": "the sea", "answer": "#### 1", "pattern": "a", "tests": ["def check(f): assert f()", "check(f)"]}
 
 
