@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import regex
 
-from megarlhf.experience.answers import code_of, final_answer, final_number, found, same
+from megarlhf.experience.answers import code_of, final_answer, final_number, found, is_one_number, same
 from megarlhf.experience.sandbox import SandboxConfig, judge
 
 Kind = Literal["exact", "number", "regex", "code"]
@@ -93,6 +93,8 @@ class Verifier:
             wrong = f"is no text or number but {type(value).__name__}"
         elif self.kind == "number" and self._true_number(str(value)) is None:
             wrong = f"has no number ({str(value)[-40:]!r})"
+        elif self.kind == "number" and not self._true_is_one_number(str(value)):
+            wrong = f"is not one number ({self._true_answer(str(value))[-60:]!r}), and a part of it is no answer"
         elif not self._true_answer(str(value)):
             wrong = "is empty"
         if wrong:
@@ -104,6 +106,10 @@ class Verifier:
     def _true_number(self, truth: str) -> Fraction | None:
         number = final_number(truth, self.pattern) if self.pattern else None
         return final_number(truth) if number is None else number
+
+    def _true_is_one_number(self, truth: str) -> bool:
+        read_by_pattern = self.pattern is not None and final_number(truth, self.pattern) is not None
+        return is_one_number(truth, self.pattern if read_by_pattern else None)
 
 
 def _tests(value: str | list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.config import UserError
 from megarlhf.experience import sandbox
 from megarlhf.experience.sandbox import SandboxConfig, judge
 from tests.ranks import ROOT
@@ -325,6 +326,101 @@ def test_what_it_shows_of_the_host_is_read_only(tmp_path, monkeypatch):
 
 def test_a_machine_with_namespaces_is_accepted():
     sandbox.check(LIMITS)
+
+
+KERNEL_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+def segments():
+    return sum(libc.shmget(0, 4096, 0o1600) >= 0 for _ in range(3))
+def queues():
+    return sum(libc.msgget(0, 0o1600) >= 0 for _ in range(3))
+def posix_queues():
+    return sum(libc.mq_open(b"/q%d" % n, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0 for n in range(3))
+def semaphores():
+    return sum(libc.semget(0, 1, 0o1600) >= 0 for _ in range(3))
+def memory_file():
+    try: return os.memfd_create("a")
+    except OSError as error: return error.strerror
+def old_segments():  # the numbers of x32, and of 32-bit programs where the machine's own are refused
+    return sum(libc.syscall(0x40000000 + 29, 0, 4096, 0o1600) >= 0 for _ in range(3))
+def descriptors():
+    found = []
+    try:
+        while True: found.append(os.dup(0))
+    except OSError: return len(found)
+def user_namespace(number, *args):
+    child = libc.syscall(number, *args)
+    if child == 0: os._exit(0)
+    return child
+"""
+
+
+def test_memory_outside_processes_is_bounded():
+    tests = [
+        "assert segments() == old_segments() == 0",
+        "assert queues() == posix_queues() == semaphores() == 0",
+        "assert memory_file() == 'Operation not permitted'",
+        "assert 0 < descriptors() < 32",
+    ]
+    if os.uname().machine == "x86_64":
+        tests.append("assert user_namespace(56, 0x10000000 | 17, 0, 0, 0, 0) == user_namespace(435, 0, 0) == -1")
+        tests.append("assert user_namespace(56, 17, 0, 0, 0, 0) > 0")  # a plain fork
+    results = judge([(KERNEL_MEMORY, [test]) for test in tests], LIMITS)
+    assert [test for test, is_right in zip(tests, results, strict=True) if not is_right] == []
+
+
+SHORTAGE = """
+import os, resource, sys, threading, time
+from megarlhf.config import UserError
+from megarlhf.experience import sandbox
+limits, program = sandbox.SandboxConfig(seconds=30.0), ("", ["assert True"])
+def files(most): resource.setrlimit(resource.RLIMIT_NOFILE, (most, 4096))
+def refused():
+    try: sandbox.judge([program] * 2, limits)
+    except UserError as error: print(error)
+    else: sys.exit("not refused")
+files(4)
+refused()  # at once: none was ever built
+files(1024)
+assert sandbox.judge([program], limits) == [True]
+files(4)
+refused()
+timer = threading.Timer(0.3, files, (1024,))
+timer.start()
+assert sandbox.judge([program] * 3, limits) == [True] * 3  # tried again
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, resource.RLIM_INFINITY))
+threading.stack_size(2**26)
+refused()
+"""
+
+
+def test_a_shortage_of_processes_is_one_line_and_may_pass():
+    done = subprocess.run([sys.executable, "-c", SHORTAGE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    reasons = [line.split("on this machine: ")[1].split(";")[0] for line in done.stdout.splitlines()]
+    assert reasons == ["a process cannot be started (Too many open files)"] * 2 + ["can't start new thread"]
+
+
+def test_limits_too_low_for_any_program_are_refused():
+    with pytest.raises(UserError, match="a correct program fails .* its limits \\(seconds: 0.001, memory_mb: 512,"):
+        sandbox.check(SandboxConfig(seconds=0.001))
+    sandbox.check(SandboxConfig(memory_mb=64, disk_mb=1))
+
+
+def test_ranks_of_a_node_share_its_cpus_under_each_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert sandbox.workers() == 8
+    ranks = {"RANK": "1", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert sandbox.workers() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))  # bound to its own
+    assert sandbox.workers() == 3
 
 
 def test_a_batch_is_judged_in_its_order():
