@@ -17,13 +17,20 @@ LONGEST_NUMBER = 300  # characters, and the largest exponent of ten: larger ones
 MARKER = re.compile(r"####|\\f?box(?:ed)?\s*\{|(?i:answer)[*_]*(?:\s+(?i:is)\b[:=]?|\s*[:=])")
 LINE = re.compile(r"[\s*:]*([^\n]*)")
 SENTENCE_END = re.compile(r"[.!?]\s")
-FENCE = re.compile(r"^[ ]*```[ ]*(\w*)[^\n]*\n(.*?)(?:^[ ]*```|\Z)", re.MULTILINE | re.DOTALL)
+FENCE = regex.compile(r"^[ ]*+```[ ]*+(\w*+)[^\n]*+\n(.*?)(?:^[ ]*+```|\Z)", regex.MULTILINE | regex.DOTALL)
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = re.compile(
     r"(?=[-−$€£¥\\.0-9])(?P<sign>(?<![\w)\]}])[-−])?(?:(?:\\?\$|[€£¥])[ ]?(?P<inner>[-−])?)?"
-    rf"(?:\\[dt]?frac\s?\{{\s?(?P<up>[-−]?(?:{_PLAIN}))\s?\}}\s?\{{\s?(?P<down>{_PLAIN})\s?\}}"
+    rf"(?:\\[dt]?frac\s?(?:\{{\s?(?P<up>[-−]?(?:{_PLAIN}))\s?\}}|(?P<upper>[0-9]))"
+    rf"\s?(?:\{{\s?(?P<down>{_PLAIN})\s?\}}|(?P<lower>[0-9]))"
     rf"|(?:(?P<whole>[0-9]+)[ ](?=[0-9]+/))?(?P<top>{_PLAIN})(?:[ ]?/[ ]?(?P<bottom>{_PLAIN}))?)"
     r"(?:[eE](?P<e>[-+]?[0-9]+)|[ ]?(?:×|x|\*|\\times|\\cdot)[ ]?10[ ]?(?:\^|\*\*)[ ]?\{?(?P<power>[-−+]?[0-9]+)\}?)?"
+)
+# Around a number that is the whole answer. AROUND takes the text with 0 for the number.
+_WORDS = r"(?:[^\W\d_]|[\s$€£¥%°+'.,:/]|\\[$%]|\\(?:text|mathrm|textbf)\s?\{[^{}\\^_\d]*\}|\^?\{?\\circ\}?)*+"
+AROUND = regex.compile(rf"(?:\s*+[^\W\d_]\w*+\s*+=)?+{_WORDS}0{_WORDS}")
+UNKNOWN = re.compile(
+    r"(?<![^\W\d_])(?:0\s+[einπ]|[xyzπ]|(?i:pi|sqrt|root|hundred|thousand|million|billion|dozen))(?![^\W\d_]|\s*=)"
 )
 
 
@@ -52,11 +59,20 @@ def final_number(text: str, pattern: str | None = None) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number: 1,234.50, -$3, 50%, 3/4, 1 1/2, \\frac{3}{4}, 1.5e-3, 2 x 10^3. Signs of currencies and per cent
-    are dropped. A minus behind a letter, a digit or a bracket is a difference, no sign."""
-    text = re.sub(r"\{,\}", ",", re.sub(r"\\[,!;: ]", "", text))  # LaTeX's thousands
-    values = map(_value, reversed([*NUMBER.finditer(text)]))
+    """The last number: 1,234.50, -$3, 50%, 3/4, 1 1/2, \\frac{3}{4}, \\frac34, 1.5e-3, 2 x 10^3. Signs of currencies
+    and per cent are dropped. A minus behind a letter, a digit or a bracket is a difference, no sign."""
+    values = map(_value, reversed([*NUMBER.finditer(_thousands(text))]))
     return next((value for value in values if value is not None), None)
+
+
+def is_one_number(text: str, pattern: str | None = None) -> bool:
+    """Whether the final answer, as `final_number` reads it, is one number with nothing but words, units and the signs
+    of currencies, per cent and degrees around it."""
+    answer = final_answer(text, pattern) or ""
+    if pattern is None and _marked(text):
+        answer = SENTENCE_END.split(answer, 1)[0]
+    rest, numbers = NUMBER.subn(" 0 ", _thousands(answer))
+    return numbers == 1 and not UNKNOWN.search(rest) and AROUND.fullmatch(rest) is not None
 
 
 def same(given: str, truth: str, ignore_case: bool) -> bool:
@@ -84,6 +100,11 @@ def code_of(response: str) -> str:
     blocks = [match.groups() for match in FENCE.finditer(response)]
     python = [content for language, content in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [content for _, content in blocks] or [response])[-1]
+
+
+def _thousands(text: str) -> str:
+    """Without LaTeX's separators of thousands."""
+    return re.sub(r"\{,\}", ",", re.sub(r"\\[,!;: ]", "", text))
 
 
 def _marked(text: str) -> str | None:
@@ -127,8 +148,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return None
     part = {name: (value or "").replace(",", "").replace("−", "-") for name, value in match.groupdict().items()}
     power = int(part["e"] or part["power"] or 0)
-    bottom = Fraction(part["down"] or part["bottom"] or 1)
+    bottom = Fraction(part["down"] or part["lower"] or part["bottom"] or 1)
     if abs(power) > LONGEST_NUMBER or not bottom:
         return None
-    value = (Fraction(part["whole"] or 0) + Fraction(part["up"] or part["top"]) / bottom) * Fraction(10) ** power
+    value = (Fraction(part["whole"] or 0) + Fraction(part["up"] or part["upper"] or part["top"]) / bottom) * Fraction(
+        10
+    ) ** power
     return -value if bool(part["sign"]) != bool(part["inner"]) else value

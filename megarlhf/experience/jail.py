@@ -22,7 +22,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from megarlhf.experience import apart
+from megarlhf.experience import apart, calls
 
 PASSED, FAILED, BROKEN = 40, 41, 42  # exit statuses; none that an interpreter ends with by itself
 NOBODY = 65534  # root becomes this user: the limit of processes does not bind root
@@ -166,6 +166,7 @@ def _give_up_privileges() -> None:
         capability += 1
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _call("capset", libc.capset, header, none)
+    _call("seccomp", calls.refuse, libc)
     _call("prctl", libc.prctl, PR_SET_DUMPABLE, 0, 0, 0, 0)  # the code may not trace the tests or the keeper
 
 
@@ -175,7 +176,8 @@ def _limit(config: dict[str, Any]) -> None:
         (resource.RLIMIT_CPU, int(config["seconds"]) + 1),
         (resource.RLIMIT_AS, config["memory_mb"] * mega),
         (resource.RLIMIT_FSIZE, config["disk_mb"] * mega),
-        (resource.RLIMIT_NOFILE, 128),
+        (resource.RLIMIT_NOFILE, 32),  # pipes and sockets have buffers
+        (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):

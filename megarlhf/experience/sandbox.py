@@ -5,6 +5,7 @@ The kernel does it all: no root, no set-uid program and no daemon are needed. ja
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -13,11 +14,13 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarlhf.cluster.launch import rendezvous
 from megarlhf.config import UserError
 from megarlhf.experience import jail
 
@@ -25,6 +28,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 GRACE = 10.0  # seconds beyond the limit until the sandbox itself is killed
 START = "import sys; sys.path[:1] = []; sys.path.append(sys.argv[1]); from megarlhf.experience import jail; jail.main()"
+PAUSES = (0.1, 0.4, 1.0, 3.0)  # seconds before a sandbox is tried again
+_built = False  # whether this process has built one
 # What code and tests see.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -53,44 +58,70 @@ def judge(programs: Sequence[tuple[str, list[str]]], limits: SandboxConfig) -> l
 
     Raises UserError if a sandbox cannot be built.
     """
-    with ThreadPoolExecutor(workers()) as pool:
-        return list(pool.map(lambda program: passes(*program, limits), programs))
+    try:
+        with ThreadPoolExecutor(workers()) as pool:
+            return list(pool.map(lambda program: passes(*program, limits), programs))
+    except RuntimeError as error:  # can't start new thread
+        raise _broken(str(error))
 
 
 def workers() -> int:
     """The CPUs of this rank: those that it may use, shared with the other ranks of its node that may use them, too."""
     mine = len(os.sched_getaffinity(0))
-    on_node, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_node, ranks = os.cpu_count() or 1, 1
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    else:  # before the processes have joined
+        with contextlib.suppress(UserError):  # not started by a launcher
+            ranks = rendezvous(os.environ).local_world_size
     return max(1, mine // ranks if mine == on_node else mine)
 
 
 def passes(code: str, tests: list[str], limits: SandboxConfig) -> bool:
+    """Whether all tests pass within the limits. Where sandboxes have been built, one that cannot be built (the machine
+    has too many processes, or no memory) is tried again after PAUSES. Raises UserError."""
+    global _built
+    for pause in (*PAUSES, None):
+        status, said = _run(code, tests, limits)
+        if status in (jail.PASSED, jail.FAILED) or status < 0:  # killed, for its memory
+            _built = True
+            return status == jail.PASSED
+        if pause is None or not _built:
+            break
+        time.sleep(pause)
+    raise _broken((said.strip().splitlines() or [f"status {status}"])[-1][:300])
+
+
+def _run(code: str, tests: list[str], limits: SandboxConfig) -> tuple[int, str]:
+    """(The exit status, or BROKEN; what stands in standard error)."""
     binds, links, path = _system()
     config = {**asdict(limits), "binds": binds, "links": links, "path": path, "environment": ENVIRONMENT}
     blocks = [json.dumps(config).encode(), code.encode(errors="surrogatepass"), json.dumps(tests).encode()]
     root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(  # with one hash seed: sets have the same order each time
-        [sys.executable, "-s", "-S", "-B", "-c", START, root], cwd="/", env={"PYTHONHASHSEED": "0"},
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(  # with one hash seed: sets have the same order each time
+            [sys.executable, "-s", "-S", "-B", "-c", START, root], cwd="/", env={"PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return jail.BROKEN, f"a process cannot be started ({error.strerror})"
     try:
         content = b"".join(struct.pack("<Q", len(block)) + block for block in blocks)
         _, said = process.communicate(content, timeout=limits.seconds + GRACE)
+        return process.returncode, said.decode(errors="replace")
     except subprocess.TimeoutExpired:
-        return False
+        return jail.FAILED, ""
     finally:
         if process.returncode is None:  # also where the rank is interrupted
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    if process.returncode == jail.PASSED:
-        return True
-    if process.returncode == jail.FAILED or process.returncode < 0:  # killed, for its memory
-        return False
-    reason = (said.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])[-1][:300]
-    raise UserError(
+
+
+def _broken(reason: str) -> UserError:
+    return UserError(
         f"verify: code: the sandbox cannot be built on this machine: {reason}; allow user namespaces to users "
         "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0, the container's seccomp "
-        "profile), or score with a url"
+        "profile), give the job more processes, memory and open files, or score with a url"
     )
 
 
@@ -109,11 +140,14 @@ def forks(most):
 
 def check(limits: SandboxConfig) -> None:
     """Refuse (UserError) a machine on which the sandbox cannot be built, or does not hold a number of processes."""
-    small = SandboxConfig(seconds=60.0, processes=limits.processes)
     tests = ["assert square(3) == 9", f"assert forks({limits.processes + 8}) <= {limits.processes}"]
-    if not passes(PROBE, tests[:1], small):
-        raise UserError("verify: code: a correct program fails in the sandbox on this machine; score with a url")
-    if not passes(PROBE, tests, small):
+    if not passes(PROBE, tests[:1], limits):
+        given = ", ".join(f"{name}: {value}" for name, value in asdict(limits).items())
+        raise UserError(
+            f"verify: code: a correct program fails in the sandbox on this machine with its limits ({given}); raise "
+            "them, or score with a url"
+        )
+    if not passes(PROBE, tests, replace(limits, seconds=60.0)):
         raise UserError(
             "verify: code: this machine does not limit the number of processes of the sandbox; do not run as root in a "
             "container of one user id, or score with a url"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
 import regex
 
-from megarlhf.experience.answers import code_of, final_answer, final_number, found, same
+from megarlhf.experience.answers import code_of, final_answer, final_number, found, is_one_number, same
 from megarlhf.experience.sandbox import SandboxConfig, judge
 
 Kind = Literal["exact", "number", "regex", "code"]
@@ -92,6 +93,8 @@ class Verifier:
             wrong = f"is no text or number but {type(value).__name__}"
         elif self.kind == "number" and self._true_number(str(value)) is None:
             wrong = f"has no number ({str(value)[-40:]!r})"
+        elif self.kind == "number" and not self._true_is_one_number(str(value)):
+            wrong = f"is not one number ({self._true_answer(str(value))[-60:]!r}), and a part of it is no answer"
         elif not self._true_answer(str(value)):
             wrong = "is empty"
         if wrong:
@@ -103,6 +106,10 @@ class Verifier:
     def _true_number(self, truth: str) -> Fraction | None:
         number = final_number(truth, self.pattern) if self.pattern else None
         return final_number(truth) if number is None else number
+
+    def _true_is_one_number(self, truth: str) -> bool:
+        read_by_pattern = self.pattern is not None and final_number(truth, self.pattern) is not None
+        return is_one_number(truth, self.pattern if read_by_pattern else None)
 
 
 def _tests(value: str | list[str]) -> list[str]:
@@ -122,8 +129,7 @@ def _wrong_pattern(pattern: str) -> str | None:
 def _wrong_tests(value: Any) -> str | None:
     if not (isinstance(value, (str, list)) and all(isinstance(test, str) for test in _tests(value))):
         return "is no string or list of strings"
-    inert = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    does_something = False
+    does_something, defined = False, []
     for test in _tests(value):
         try:
             with warnings.catch_warnings():
@@ -131,5 +137,29 @@ def _wrong_tests(value: Any) -> str | None:
                 body = ast.parse(test).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return f"is not Python ({error})"
-        does_something |= any(not isinstance(statement, inert) for statement in body)
-    return None if does_something else "tests nothing: it has no assert and no call"
+        does_something |= any(map(_does_something, body))
+        defined += [statement.name for statement in body if isinstance(statement, ast.FunctionDef)]
+    if does_something:
+        return None
+    missing = f"; add a last line that calls {defined[-1]}, such as {defined[-1]}(name)" if defined else ""
+    return f"tests nothing: outside functions and classes it has no assert and no call{missing}"
+
+
+def _does_something(statement: ast.stmt) -> bool:
+    """Whether it can fail: an assert, a raise or a call for its own sake, outside bodies of functions and classes."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return False
+    if isinstance(statement, (ast.Assert, ast.Raise)):
+        return True
+    if isinstance(statement, ast.Expr):
+        return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return any(_does_something(node) for node in _inner(statement))
+
+
+def _inner(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements directly in a compound one, also those of its handlers and cases."""
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, ast.stmt):
+            yield node
+        elif isinstance(node, (ast.ExceptHandler, ast.match_case)):
+            yield from node.body

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.config import UserError
 from megarlhf.experience import sandbox
 from megarlhf.experience.sandbox import SandboxConfig, judge
 from tests.ranks import ROOT
@@ -85,6 +86,15 @@ CORRECT = {
         "def f():\n    with open('/tmp/a', 'w') as file: file.write('x')\n    return open('a').read()",
         ["assert f() == 'x'"],
     ),
+    "all names of NumPy": (
+        "from numpy import *\nfrom numpy import sqrt as root\ndef f(x): return root(array(x)), float32(2)",
+        ["assert f([4, 9]) == ([2, 3], 2)"],
+    ),
+    "a class that is a context": (
+        "class C:\n    def __enter__(self): return [1]\n    def __exit__(self, *e): self.left = e[0] is not None",
+        ["c = C()\nwith c as x: assert x == [1]\nassert not c.left",
+         "c = C()\ntry:\n    with c: raise KeyError\nexcept KeyError: assert c.left\nelse: assert False"],
+    ),
     "numpy": ("import numpy as np\ndef f(x): return np.sum(x), np.array(x)", ["assert f([1, 2]) == (3, [1, 2])"]),
 }  # fmt: skip
 
@@ -110,6 +120,17 @@ FORGED = {
     "AssertionError": "import builtins; builtins.AssertionError = type('E', (), {})",
     "an object equal to everything": "class A:\n    def __eq__(s, o): return True\n    def __bool__(s): return True\n"
     "    def __getattr__(s, n): return s\n    __sub__ = __abs__ = __lt__ = lambda s, *o: True\ndef f(x): return A()",
+    "a difference of 0": "class A:\n"
+    "    __add__ = __sub__ = __mul__ = __truediv__ = __neg__ = lambda s, *o: 0.0\ndef f(x): return A()",
+    "a difference that is a handle": "class A:\n    __sub__ = __neg__ = __abs__ = __round__ = lambda s, *o: s\n"
+    "    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = __bool__ = lambda s, *o: True\n"
+    "    __float__ = __int__ = __index__ = __len__ = lambda s: 0\n    def __iter__(s): return iter(())\n"
+    "def f(x): return A()",
+    "a context that swallows": "class A:\n    def __enter__(s): return s\n    def __exit__(s, *e): return True\n"
+    "def f(x): return A()",
+    "a context that raises": "class A:\n    def __enter__(s): return s\n    def __exit__(s, *e): raise KeyError\n"
+    "def f(x): return A()",
+    "an iteration that ends": "def f(x): raise StopIteration",
     "an int equal to everything": "class A(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
     "def f(x): return A(7)",
     "built-in functions": "def abs(x): return 0\ndef all(x): return True\ndef isinstance(*x): return True",
@@ -141,7 +162,15 @@ FORGED = {
     "recursive data": "def f(x):\n    a = []\n    a.append(a)\n    return a",
 }
 TWO = ["assert f(1) == 2", "assert math.isclose(f(1), 2)", "assert abs(f(1) - 2) < 1e-6",
-       "assert isinstance(f(2), int) and all(f(x) == x + 1 for x in (2, 3))"]  # fmt: skip
+       "assert isinstance(f(2), int) and all(f(x) == x + 1 for x in (2, 3))",
+       "assert all(map(lambda x: f(x) == x + 1, (2, 3)))",
+       "assert (f(1) - 2) * 3 + 1 == 1 or not (f(1) - 2) or -(f(1) - 2) == 0 or round(f(1) - 2, 3) == 0"]  # fmt: skip
+
+
+def test_a_context_does_not_hide_a_failure():
+    test = "try:\n    with f(1): assert False\nexcept KeyError: pass"
+    names = ("a context that swallows", "a context that raises")
+    assert not any(verdicts({name: FORGED[name] for name in names}, [test], LIMITS).values())
 
 
 def test_success_is_not_forged():
@@ -297,6 +326,101 @@ def test_what_it_shows_of_the_host_is_read_only(tmp_path, monkeypatch):
 
 def test_a_machine_with_namespaces_is_accepted():
     sandbox.check(LIMITS)
+
+
+KERNEL_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+def segments():
+    return sum(libc.shmget(0, 4096, 0o1600) >= 0 for _ in range(3))
+def queues():
+    return sum(libc.msgget(0, 0o1600) >= 0 for _ in range(3))
+def posix_queues():
+    return sum(libc.mq_open(b"/q%d" % n, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0 for n in range(3))
+def semaphores():
+    return sum(libc.semget(0, 1, 0o1600) >= 0 for _ in range(3))
+def memory_file():
+    try: return os.memfd_create("a")
+    except OSError as error: return error.strerror
+def old_segments():  # the numbers of x32, and of 32-bit programs where the machine's own are refused
+    return sum(libc.syscall(0x40000000 + 29, 0, 4096, 0o1600) >= 0 for _ in range(3))
+def descriptors():
+    found = []
+    try:
+        while True: found.append(os.dup(0))
+    except OSError: return len(found)
+def user_namespace(number, *args):
+    child = libc.syscall(number, *args)
+    if child == 0: os._exit(0)
+    return child
+"""
+
+
+def test_memory_outside_processes_is_bounded():
+    tests = [
+        "assert segments() == old_segments() == 0",
+        "assert queues() == posix_queues() == semaphores() == 0",
+        "assert memory_file() == 'Operation not permitted'",
+        "assert 0 < descriptors() < 32",
+    ]
+    if os.uname().machine == "x86_64":
+        tests.append("assert user_namespace(56, 0x10000000 | 17, 0, 0, 0, 0) == user_namespace(435, 0, 0) == -1")
+        tests.append("assert user_namespace(56, 17, 0, 0, 0, 0) > 0")  # a plain fork
+    results = judge([(KERNEL_MEMORY, [test]) for test in tests], LIMITS)
+    assert [test for test, is_right in zip(tests, results, strict=True) if not is_right] == []
+
+
+SHORTAGE = """
+import os, resource, sys, threading, time
+from megarlhf.config import UserError
+from megarlhf.experience import sandbox
+limits, program = sandbox.SandboxConfig(seconds=30.0), ("", ["assert True"])
+def files(most): resource.setrlimit(resource.RLIMIT_NOFILE, (most, 4096))
+def refused():
+    try: sandbox.judge([program] * 2, limits)
+    except UserError as error: print(error)
+    else: sys.exit("not refused")
+files(4)
+refused()  # at once: none was ever built
+files(1024)
+assert sandbox.judge([program], limits) == [True]
+files(4)
+refused()
+timer = threading.Timer(0.3, files, (1024,))
+timer.start()
+assert sandbox.judge([program] * 3, limits) == [True] * 3  # tried again
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, resource.RLIM_INFINITY))
+threading.stack_size(2**26)
+refused()
+"""
+
+
+def test_a_shortage_of_processes_is_one_line_and_may_pass():
+    done = subprocess.run([sys.executable, "-c", SHORTAGE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    reasons = [line.split("on this machine: ")[1].split(";")[0] for line in done.stdout.splitlines()]
+    assert reasons == ["a process cannot be started (Too many open files)"] * 2 + ["can't start new thread"]
+
+
+def test_limits_too_low_for_any_program_are_refused():
+    with pytest.raises(UserError, match="a correct program fails .* its limits \\(seconds: 0.001, memory_mb: 512,"):
+        sandbox.check(SandboxConfig(seconds=0.001))
+    sandbox.check(SandboxConfig(memory_mb=64, disk_mb=1))
+
+
+def test_ranks_of_a_node_share_its_cpus_under_each_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert sandbox.workers() == 8
+    ranks = {"RANK": "1", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert sandbox.workers() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))  # bound to its own
+    assert sandbox.workers() == 3
 
 
 def test_a_batch_is_judged_in_its_order():

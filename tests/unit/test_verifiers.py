@@ -10,7 +10,7 @@ from megarlhf import config as configuration
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptsConfig, load_prompts
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.experience.answers import code_of, final_answer, final_number, found, last_number
+from megarlhf.experience.answers import code_of, final_answer, final_number, found, is_one_number, last_number
 from megarlhf.experience.scorer import ScoringConfig
 from megarlhf.experience.verifiers import Verifier, VerifyConfig
 from megarlhf.train import scoring
@@ -87,7 +87,8 @@ NUMBERS = {
     "$1,234.50 a day": "1234.5", "-$5": -5, "$-5": -5, "\\$5": 5, "€ 5": 5, "50%": 50, "1,234,567": 1234567,
     "a, b: 3,4": 4, "12,34": 34, "70{,}000": 70000, "70,\\!000": 70000, ".5": "1/2", "5.": 5, "1/2": "1/2",
     "-1/2": "-1/2", "3 / 4": "3/4", "1 1/2 cups": "3/2", "\\frac{3}{4}": "3/4", "-\\dfrac{1}{2}": "-1/2",
-    "\\frac{-1}{2}": "-1/2", "1.5e-3": "3/2000", "2 x 10^3": 2000, "2 \\times 10^{-2}": "1/50", "3 * 10**2": 300,
+    "\\frac{-1}{2}": "-1/2", "\\frac12": "1/2", "-\\dfrac 1{20}": "-1/20", "\\frac{11}2": "11/2",
+    "1.5e-3": "3/2000", "2 x 10^3": 2000, "2 \\times 10^{-2}": "1/50", "3 * 10**2": 300,
     "3 eggs": 3, "<<9*2=18>>18": 18, "7th": 7, "7 or 1/0": 7, "7, not 1e999": 7, "7, not " + "9" * 400: 7,
     "none": None, "": None, "-": None, "१": None,
 }  # fmt: skip
@@ -191,6 +192,33 @@ def test_patterns_that_backtrack_without_end_are_given_up(monkeypatch):
     assert score("regex", text, {"pattern": ENDLESS[1]}) == 0
 
 
+TRUTHS = [
+    "42", 42, 3e-05, "1e+20", "-$3.50", "$1,234", "€ 5", "50%", "50\\%", "7 apples", "5 km/h", "3 dollars.", "3 a day",
+    "1 1/2 cups", "70{,}000", "\\frac12", "-\\frac{3}{4}", "$\\boxed{\\frac{1}{2}}$", "x = 5", "2 x 10^3", "It is -7",
+    "#### 5. See step 3.", "The answer is \\$5.", "5\\text{ cm}", "90^\\circ", "30°", "\\boxed{5 \\mathrm{kg}}",
+]  # fmt: skip
+NO_TRUTHS = [
+    "\\boxed{\\sqrt{2}}", "x^2", "2x", "\\frac{\\pi}{2}", "2\\pi", "2 pi", "3i", "\\frac{1}{2}x", "1\\frac{1}{2}",
+    "2^10", "#### 5 (see step 3)", "1.000.000", "3 or 4", "#### two of 3 or 4", "12,34", "10:30", "16 - 3 = 13",
+    "(1, 2)", "5!", "6 cm^2", "5 million", "10_2", "\\frac123", "x_1 = 5",
+]  # fmt: skip
+
+
+def test_a_true_number_is_wholly_one_number():
+    for truth in TRUTHS:
+        verifier("number").check({"answer": truth})
+        assert score("number", f"#### {truth}".replace("#### ####", "####"), {"answer": truth}) == 1
+    for truth in NO_TRUTHS:
+        with pytest.raises(ValueError, match="'answer' is not one number"):
+            verifier("number").check({"answer": truth})
+    tagged = verifier("number", pattern="<a>(.*?)</a>")
+    tagged.check({"answer": "1 or 2 <a>7</a>"})
+    tagged.check({"answer": "#### 7"})
+    for truth in ("7 <a>1 or 2</a>", "<a>x^2</a>", "#### x^2"):
+        with pytest.raises(ValueError, match="'answer' is not one number"):
+            tagged.check({"answer": truth})
+
+
 LONG = ["a", "1,", "1 ", "111,", "\\boxed{", "answer is ", "answer:\n**\n", "#### \n", "```\n", "```python\nx", "(",
         "$ ", "\\frac{", "1/", "-", "9" * 299 + " ", "e1", "answer" + " " * 99]  # fmt: skip
 
@@ -199,7 +227,9 @@ def test_long_texts_are_read_in_time_proportional_to_them():
     """With the square of their length this test would not end."""
     for part in LONG:
         text = part * (150_000 // len(part))
-        final_answer(text), final_number(text), code_of(text)
+        final_answer(text), final_number(text), code_of(text), is_one_number(text), is_one_number("#### 1 " + text)
+    for part in ("a", " ", " a", "\u0663"):  # a line that has no end
+        assert code_of("```" + part * (600_000 // len(part))).startswith("```")
 
 
 CODE = {
@@ -242,6 +272,7 @@ BAD = [
     ("exact", {"answer": ["a"]}, "'answer' is no text or number but list"),
     ("number", {"answer": True}, "'answer' is no text or number but bool"),
     ("number", {"answer": "#### none"}, "'answer' has no number"),
+    ("number", {"answer": "#### x^2"}, r"'answer' is not one number \('x\^2'\)"),
     ("regex", {"pattern": "(a"}, r"'pattern' '\(a' is no regular expression"),
     ("regex", {"pattern": ""}, "'pattern' is empty"),
     ("regex", {"pattern": 3}, "'pattern' is no regular expression"),
@@ -252,6 +283,36 @@ BAD = [
     ("code", {"tests": []}, "'tests' tests nothing"),
     ("code", {"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "'tests' tests nothing"),
 ]
+HUMAN_EVAL = "\n\nMETADATA = {'author': 'jt'}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n"
+BAD += [
+    ("code", {"tests": test}, "'tests' tests nothing: .*has no assert and no call" + hint)
+    for test, hint in (
+        (HUMAN_EVAL, "; add a last line that calls check, such as check\\(name\\)"),
+        ('"a text"\npass\nx = dict(a=1)', ""),
+        ("class A:\n    assert f(1) == 2", ""),
+        ("if True:\n    def check(g): assert g(1) == 2", ""),
+        ("x: int = 3\nimport math\nfor _ in range(3): pass", ""),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        HUMAN_EVAL + "check(f)",
+        "for x in (1, 2):\n    if x: assert f(x)",
+        "with open('a'):\n    f(1)",
+        "x = f(1)\nif x != 2: raise ValueError(x)",
+        "try:\n    x = 1\nexcept ValueError:\n    assert False",
+        "match f(1):\n    case 2: pass\n    case _: assert False",
+        "[check(g) for g in (f,)]",
+    ],
+)
+def test_tests_that_can_fail_are_accepted(test):
+    verifier("code").check({"tests": test})
+    verifier("code").check({"tests": ["x = 1", test]})
+
+
 GOOD = {"prompt": "the sea", "answer": "#### 1", "pattern": "a", "tests": ["def check(f): assert f()", "check(f)"]}
 
 
