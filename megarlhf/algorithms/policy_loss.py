@@ -49,7 +49,7 @@ class PolicyLossConfig:
     # clip: max(-A r, -A clip(r)) (Schulman et al. 2017, arXiv:1707.06347, eq. 7); cispo: -clip(r) A logprobs, the
     # clipped ratio without gradient (MiniMax 2025, arXiv:2506.13585, eq. 4); none: -A r
     surrogate: Literal["clip", "cispo", "none"] = "clip"
-    clip_range: float = 0.2  # r is clipped to [1 - clip_range, 1 + clip_range_high]; 1: no lower bound
+    clip_range: float = 0.2  # r is clipped to [1 - clip_range, 1 + clip_range_high]; with cispo, 1: no lower bound
     clip_range_high: float | None = None  # default: clip_range
     dual_clip: float | None = None  # where A < 0, the loss is at most -A times this (Ye et al. 2020, arXiv:1912.09729)
     # r of a token; sequence: of the whole response, for all of its tokens; sequence_mean: its geometric mean over the
@@ -62,8 +62,8 @@ class PolicyLossConfig:
     importance: ImportanceConfig | None = None
 
     def __post_init__(self):
-        if not 0 < self.clip_range <= 1:
-            raise ValueError(f"clip_range: must be above 0 and at most 1, not {self.clip_range}")
+        if not 0 < self.clip_range < 1 and (self.clip_range, self.surrogate) != (1, "cispo"):
+            raise ValueError(f"clip_range: must be above 0 and below 1, or 1 with cispo, not {self.clip_range}")
         if self.clip_range_high is not None and self.clip_range_high <= 0:
             raise ValueError(f"clip_range_high: must be positive, not {self.clip_range_high}")
         if self.entropy_coef < 0:

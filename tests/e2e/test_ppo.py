@@ -234,7 +234,7 @@ BAD = {
         "job.hang_minutes: 20 would end the run while a reward server",
     ),
     "function": (["scoring.sources=[{function: 'no_such_module:f'}]"], "no_such_module"),
-    "both": (["scoring.sources=[{}]"], "give exactly one of checkpoint, function and url"),
+    "both": (["scoring.sources=[{}]"], "give exactly one of checkpoint, function, url and verify"),
     "shared": (["critic.kind=shared", "critic.checkpoint=x"], "a shared critic has neither a checkpoint"),
     "virtual": (["parallel.virtual_pipeline=2"], "virtual_pipeline: the interleaved schedule needs pipeline > 1"),
 }

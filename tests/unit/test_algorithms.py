@@ -509,7 +509,7 @@ def test_the_originals_values():
     ("values", "message"),
     [
         ({"lam": 1.5}, "lam: must be between 0 and 1, not 1.5"),
-        ({"clip_range": 0}, "clip_range: must be above 0 and at most 1, not 0"),
+        ({"clip_range": 0}, "clip_range: must be above 0 and below 1, or 1 with cispo, not 0"),
         ({"vf_coef": -1}, "vf_coef: must be positive"),
         ({"kl": {"coef": -0.1}}, "kl.coef: must not be negative"),
         ({"kl": {"target": 0}}, "kl.target: must be positive"),
