@@ -36,7 +36,7 @@ from tools.convert import torch_dist
 sys.path.insert(0, str(ROOT / "examples"))
 import reviews
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 STEPS = 10
 SEEN = 60  # seconds from a fault's being seen to the job's having ended or gone back into the queue

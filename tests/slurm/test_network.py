@@ -17,7 +17,7 @@ from tests.e2e.runs import CLI
 from tests.ranks import ENVIRONMENT, ROOT
 from tests.slurm.conftest import SlurmCluster, running_cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def can_make_namespaces() -> bool:
