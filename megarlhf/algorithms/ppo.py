@@ -30,8 +30,8 @@ from megarlhf.batch import CriticExperience, Rollout, Scores, Signals
 
 @dataclass(frozen=True)
 class PPOConfig(PolicyLossConfig):
-    """The options of PPO; the 2019 original's values in brackets. It has surrogate clip and
-    clip_range 0.2; the other options of the policy's loss are later."""
+    """The options of PPO; the 2019 original's values in brackets. Of the policy's loss it has
+    surrogate clip and clip_range 0.2; the other options are later inventions."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     gamma: float = 1.0  # [1] discount (P6)

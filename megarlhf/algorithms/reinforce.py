@@ -20,7 +20,7 @@ from megarlhf.algorithms.advantages import gae, group_advantages, varies
 from megarlhf.algorithms.dynamic import collect_varied
 from megarlhf.algorithms.interface import Actions, Metrics, OnlineAlgorithm, State, Update
 from megarlhf.algorithms.kl import KLConfig, ScorePosition
-from megarlhf.algorithms.masked import inverse_deviation, masked_mean, masked_sum
+from megarlhf.algorithms.masked import masked_sum, whiten
 from megarlhf.algorithms.policy_loss import PolicyLossConfig, importance_weights, policy_loss
 from megarlhf.algorithms.shaping import ShapingConfig, shaped
 from megarlhf.batch import Batch, Experience, Scores
@@ -134,9 +134,7 @@ def make_experience(
     scores = shaped(batch.scores, mask, config.shaping)
     advantages = torch.where(mask, _advantages(batch, scores, state, config), 0)
     if config.whiten_advantages:
-        mean = masked_mean(advantages.double(), mask, group=group)
-        scale = inverse_deviation(advantages, mask, group=group)
-        advantages = torch.where(mask, ((advantages - mean) * scale).to(advantages.dtype), 0)
+        advantages = whiten(advantages, mask, group=group)
     weights = None
     if config.importance is not None:
         weights = importance_weights(signals.logprobs, rollout.logprobs, mask, config.importance)
@@ -166,9 +164,8 @@ def _advantages(batch: Batch, scores: Scores, state: State, config: ReinforceCon
         # A response that is not accepted has the penalty of scoring in the place of each source's score.
         columns = torch.where(scores.accepted[:, None], scores.by_source, scores.scores[:, None]).unbind(1)
         relative = partial(group_advantages, group_ids=group_ids, deviation=True, eps=config.eps)
-        return sum(weight * relative(column)[0] for column, weight in zip(columns, scores.weights, strict=True))[
-            :, None
-        ]
+        found = sum(weight * relative(column)[0] for column, weight in zip(columns, scores.weights, strict=True))
+        return found[:, None]
     total = torch.where(mask, rewards, 0).sum(1)
     if config.advantage == "remax":
         return (total - batch.extra["greedy"])[:, None] + correction

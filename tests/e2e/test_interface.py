@@ -1,4 +1,4 @@
-"""What algorithms/interface.py offers and no algorithm of the package uses yet: several rounds in a step, groups of
+"""What algorithms/interface.py offers, with an algorithm of the tests' own: several rounds in a step, groups of
 samples, a hook behind every batch that was learned from, and a reference of an offline algorithm."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from megarlhf import cli
 from megarlhf.algorithms import reinforce
 from megarlhf.algorithms.interface import OfflineAlgorithm, OnlineAlgorithm
-from megarlhf.batch import Sequences
+from megarlhf.batch import Sequences, concatenated
 from megarlhf.config import UserError
 from megarlhf.metrics import Min
 from megarlhf.train.rl_config import ALGORITHMS, Entry
@@ -45,7 +45,7 @@ def better_half(config: BetterHalfConfig) -> OnlineAlgorithm:
     def collect(act):
         rollouts = [act.sample(act.prompts()) for _ in range(2)]
         scores = [act.score(rollout) for rollout in rollouts]
-        rollout, score = joined(*rollouts), joined(*scores)
+        rollout, score = concatenated(rollouts), concatenated(scores)
         groups = rollout.group_ids.view(-1, 2)
         assert (groups[:, 0] == groups[:, 1]).all() and len(groups[:, 0].unique()) == len(groups)
         of_group = score.total.view(2, -1, 2).sum(-1)  # [round, group]
@@ -69,13 +69,6 @@ def better_half(config: BetterHalfConfig) -> OnlineAlgorithm:
                 file.write(f"{act.step}\n")
 
     return dataclasses.replace(plain, collect=collect, objective=objective, after_batch=after_batch, group_size=2)
-
-
-def joined(first, second):
-    """The rows of two stages, one after the other."""
-    both = {name: torch.cat([value, getattr(second, name)]) for name, value in vars(first).items()
-            if isinstance(value, torch.Tensor)}  # fmt: skip
-    return dataclasses.replace(first, **both)
 
 
 @contextlib.contextmanager
