@@ -147,7 +147,7 @@ class CriticExperience(Experience):
 @dataclass(frozen=True, kw_only=True)
 class Comparisons(Sequences):
     """Responses to one prompt in adjacent rows, K of them, the best first. `mask` is True at one token a row, where its
-    score is read, and nowhere in rows that pad a batch."""
+    score is read, or at all tokens of the response; nowhere in rows that pad a batch."""
 
     ranks: Tensor  # (B,) int64: 0 is the best; equal ranks are ties
     margins: Tensor  # (B,) float32: the least difference that a pair's scores should have

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,7 +62,8 @@ class PreferenceDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Preferences(Examples):
-    """Tokenized rows, the K of a prompt adjacent and the best first. `mask` is True at a row's last token."""
+    """Tokenized rows, the K of a prompt adjacent and the best first. `mask` is True at a row's last token, or at all
+    tokens of its response."""
 
     num_responses: int  # K
     ranks: np.ndarray  # (M,) int64
@@ -71,7 +72,8 @@ class Preferences(Examples):
 
 @dataclass(frozen=True)
 class PreferenceReport:
-    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines. `truncated`, `dropped` and `crowded` hold line numbers, `bad` (line number,
+    reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -81,6 +83,7 @@ class PreferenceReport:
     max_length: int
     truncated: tuple[int, ...]
     dropped: tuple[int, ...]
+    crowded: tuple[int, ...]
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
@@ -89,32 +92,38 @@ class PreferenceReport:
             f"{self.path}: {self.num_prompts} prompts x {self.num_responses} responses, {self.num_tokens} tokens",
             places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
             places(self.path, "dropped (better and worse responses alike)", [(line, "") for line in self.dropped]),
+            places(self.path, "dropped (the prompt leaves no room)", [(line, "") for line in self.crowded]),
             places(self.path, "malformed and skipped", list(self.bad)),
         ]
         return "; ".join(part for part in parts if part)
 
 
 def load_preferences(
-    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig
+    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
 ) -> tuple[Preferences, PreferenceReport]:
-    """The preferences of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
+    """The preferences of one JSONL file (`config.train` or `config.validation`) and the report on its lines. `counted`:
+    what the mask marks, the last token, where a reward model's score is read, or the response with its EOS.
 
     Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
     nothing is left.
     """
-    tokens, offsets, ranks, margins = array("i"), array("q", [0]), array("q"), array("f")
-    truncated, dropped = [], []
+    tokens, mask, offsets, ranks, margins = array("i"), bytearray(), array("q", [0]), array("q"), array("f")
+    truncated, dropped, crowded = [], [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
     for line, (rows, row_ranks, margin) in records.read(lambda row: _comparison(row, tokenizer, config)):
-        cut = [ids[: config.max_length] for ids in rows]
+        cut = [ids[: config.max_length] for ids, _ in rows]
         pairs = [(i, j) for i in range(len(cut)) for j in range(i) if row_ranks[i] != row_ranks[j]]
         if any(cut[i] == cut[j] for i, j in pairs):
             dropped.append(line)
             continue
-        if cut != rows:
+        if counted == "response" and not all(any(marks[1 : config.max_length]) for _, marks in rows):
+            crowded.append(line)
+            continue
+        if any(len(ids) > config.max_length for ids, _ in rows):
             truncated.append(line)
-        for ids in cut:
+        for ids, (_, marks) in zip(cut, rows, strict=True):
             tokens.extend(ids)
+            mask.extend([False, *marks[1 : len(ids)]] if counted == "response" else [False] * (len(ids) - 1) + [True])
             offsets.append(len(tokens))
         ranks.extend(row_ranks)
         margins.extend([margin] * len(cut))
@@ -127,17 +136,15 @@ def load_preferences(
         max_length=config.max_length,
         truncated=tuple(truncated),
         dropped=tuple(dropped),
+        crowded=tuple(crowded),
         bad=tuple(records.bad),
     )
     if not ranks:
         raise UserError(f"{report.summary()}; no preference is left: give a file that has some, or raise max_length")
-    ends = np.array(offsets, np.int64)
-    mask = np.zeros(len(tokens), bool)
-    mask[ends[1:] - 1] = True
     preferences = Preferences(
         tokens=np.array(tokens, np.int32),
-        mask=mask,
-        offsets=ends,
+        mask=np.array(mask, bool),
+        offsets=np.array(offsets, np.int64),
         num_responses=config.num_responses,
         ranks=np.array(ranks, np.int64),
         margins=np.array(margins, np.float32),
@@ -187,9 +194,9 @@ class PreferenceLoader(Loader):
 
 def _comparison(
     row: dict[str, Any], tokenizer: Tokenizer, config: PreferenceDataConfig
-) -> tuple[list[list[int]], list[int], float]:
-    """(ids of each response with its prompt, their ranks, margin) of a line, the best first; ValueError says what is
-    wrong with it."""
+) -> tuple[list[tuple[list[int], list[bool]]], list[int], float]:
+    """(each response's row, their ranks, margin) of a line, the best first; ValueError says what is wrong with it. A
+    row is (ids of prompt and response, True where the response's are)."""
     prompt = string(row, config.prompt_key)
     margin = 0.0
     if config.responses_key in row:
@@ -208,8 +215,10 @@ def _comparison(
     before = tokenizer.encode(prompt)
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     eos = [tokenizer.eos_id] if config.add_eos else []
-    rows = [[*bos, *before, *continuation(tokenizer, prompt, before, text), *eos] for text in responses.values()]
-    if min(map(len, rows)) < 2:
+    answers = [[*continuation(tokenizer, prompt, before, text), *eos] for text in responses.values()]
+    before = [*bos, *before]
+    rows = [(before + ids, [False] * len(before) + [True] * len(ids)) for ids in answers]
+    if min(len(ids) for ids, _ in rows) < 2:
         raise ValueError("a single token, which has no score; give a prompt, or set add_bos or add_eos")
     order = sorted(range(len(rows)), key=lambda index: ranks[index])
     return [rows[index] for index in order], [ranks[index] for index in order], margin
