@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf import kernels
-from megarlhf.kernels.kl import kl_of_logits
+from megarlhf.kernels.kl import kl_of_logits, write_kl_grad
 from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, tp_size, write_logprob_grad
 from tests import reference
 
@@ -65,14 +65,19 @@ class Given:
     def true(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[..., : self.vocabulary].double()
 
-    def check_gradient(self, grad: torch.Tensor, expected: torch.Tensor, temperature: float) -> None:
-        """Of logits, against the exact one (..., V): close, 0 where it must be, and with rows that add to 0."""
+    def check_gradient(
+        self, grad: torch.Tensor, expected: torch.Tensor, temperature: float, terms: torch.Tensor | None = None
+    ) -> None:
+        """Of logits, against the exact one (..., V): close, 0 where it must be, and with rows that add to 0. `terms`:
+        the sizes of the terms whose difference it is, if they are much larger than it."""
         assert grad.dtype == self.whole.dtype
         tolerance = GRADIENT[grad.dtype]
         padded = torch.zeros(self.whole.shape, dtype=torch.float64)
         padded[..., : self.vocabulary] = expected
         mine = self.shard(padded)
-        assert relative(grad, mine) < tolerance, ("gradient", relative(grad, mine))
+        size = (mine if terms is None else terms).norm().item()
+        error = (grad.double() - mine).norm().item()
+        assert error <= tolerance * size, ("gradient", error, size)
         impossible = self.whole == -torch.inf
         impossible[..., self.vocabulary :] = True
         assert not grad[self.shard(impossible)].any(), "padding and impossible classes have no gradient"
@@ -122,13 +127,22 @@ def check_logprobs(backend: str, vocabulary: int, dtype: torch.dtype, temperatur
 
 def check_kl(backend: str, vocabulary: int, dtype: torch.dtype, temperature: float, tp_group=None, device="cpu"):
     case = Given(vocabulary, dtype, tp_group, device)
-    expected = reference.policy_ref_kl(case.true(case.whole), case.true(case.ref), temperature=temperature)
-    x, ref = case.shard(case.whole).flatten(0, 1), case.shard(case.ref).flatten(0, 1)
-    kl = kl_of_logits(x, ref, CallOptions.of(
+    leaf = case.true(case.whole).requires_grad_()
+    expected = reference.policy_ref_kl(leaf, case.true(case.ref), temperature=temperature)
+    x, ref = case.shard(case.whole).flatten(0, 1).clone(), case.shard(case.ref).flatten(0, 1)
+    options = CallOptions.of(
         x, case.columns, temperature=temperature, vocab_size=vocabulary, tp_group=tp_group, backend=backend
-    ))  # fmt: skip
+    )
+    kl, scalars = kl_of_logits(x, ref, options)
     near("kl", kl.view(2, 4), expected, atol=1e-5, rtol=2e-6)
     assert (kl >= 0).all()
+    weights = case.weights[0]
+    (exact,) = torch.autograd.grad((expected * weights).sum(), leaf)
+    write_kl_grad(options, x, ref, scalars, weights.flatten().to(device), x)  # the gradient takes the place of x
+    distances = (case.true(case.whole) - case.true(case.ref)).nan_to_num(0, 0, 0).abs()
+    p = (case.true(case.whole) / temperature).softmax(-1)
+    terms = weights[..., None] * p * (distances + (p * distances).sum(-1, keepdim=True)) / temperature**2
+    case.check_gradient(x.view(2, 4, -1), exact, temperature, terms)
 
 
 SELECTIONS = {
@@ -139,31 +153,54 @@ SELECTIONS = {
 }
 
 
+class Head:
+    """Hidden states (4, 3, H) and a weight (V, H) in half or single precision: their true values as float64 leaves, and
+    this rank's leaves. The 12 rows are computed in chunks of 5."""
+
+    def __init__(self, vocabulary: int, dtype: torch.dtype, tp_group, device: str, sequence_parallel: bool, size: int):
+        tp = tp_size(tp_group)
+        rank = dist.get_rank(tp_group) if tp > 1 else 0
+        self.generator = torch.Generator().manual_seed(vocabulary)
+        columns = -(-vocabulary // (8 * tp)) * 8
+        self.vocabulary, self.dtype, self.device = vocabulary, dtype, device
+        self.part = slice(rank * 4 // tp, (rank + 1) * 4 // tp) if sequence_parallel else slice(None)
+        self.mine = slice(rank * columns, (rank + 1) * columns)
+        hidden, weight = self.random(4, 3, size).to(dtype), self.random(columns * tp, size).to(dtype)
+        self.true_hidden = hidden.double().requires_grad_()
+        self.true_weight = weight[:vocabulary].double().requires_grad_()
+        self.hidden, self.weight = (
+            value.clone().to(device).requires_grad_() for value in (hidden[self.part], weight[self.mine])
+        )
+        self.options = dict(temperature=0.7, vocab_size=vocabulary, tp_group=tp_group, chunk_rows=5,
+                            sequence_parallel=sequence_parallel)  # fmt: skip
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def check_gradients(self, tolerance: float, of_whole: bool = False) -> None:
+        """After both backward passes."""
+        assert self.hidden.grad.dtype == self.weight.grad.dtype == self.dtype
+        here = self.true_weight.grad[self.mine]
+        own = self.weight.grad.cpu()
+        errors = relative(self.hidden.grad.cpu(), self.true_hidden.grad[self.part]), relative(own[: len(here)], here)
+        if of_whole:  # a rank's rows may have a gradient that is small beside the terms that cancel in it
+            part = self.true_hidden.grad[self.part].norm() / self.true_hidden.grad.norm().clamp(min=1e-30)
+            errors = errors[0] * part.item(), errors[1]
+        assert max(errors) < tolerance, ("gradients of hidden and weight", errors)
+        assert not own[len(here) :].any(), "rows of padding have no gradient"
+
+
 def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: str, tp_group=None, device="cpu", *,
                  sequence_parallel=False, with_entropy=True, hidden_size=16):  # fmt: skip
-    """(S, B) = (4, 3): the 12 rows in chunks of 5."""
-    tp, rows = tp_size(tp_group), SELECTIONS[selection]
-    rank = dist.get_rank(tp_group) if tp > 1 else 0
-    generator = torch.Generator().manual_seed(vocabulary)
-    columns = -(-vocabulary // (8 * tp)) * 8
-    hidden = torch.randn(4, 3, hidden_size, generator=generator).to(dtype)
-    weight = torch.randn(columns * tp, hidden_size, generator=generator).to(dtype)
+    head, rows = Head(vocabulary, dtype, tp_group, device, sequence_parallel, hidden_size), SELECTIONS[selection]
     selected = 12 if rows is None else len(torch.arange(12)[rows])
-    labels = torch.randint(vocabulary, (selected,), generator=generator)
-    weights = torch.randn(2, selected, generator=generator)
-
-    h64, w64 = hidden.double().requires_grad_(), weight[:vocabulary].double().requires_grad_()
-    expected = reference.linear_logprobs(h64, w64, labels, rows=rows, temperature=0.7)
-    wanted = (expected.logprobs * weights[0] + (expected.entropy * weights[1] if with_entropy else 0)).sum()
-    wanted.backward()
-
-    part = slice(rank * 4 // tp, (rank + 1) * 4 // tp) if sequence_parallel else slice(None)
-    h = hidden[part].to(device).requires_grad_()
-    w = weight[rank * columns : (rank + 1) * columns].clone().to(device).requires_grad_()
+    labels = torch.randint(vocabulary, (selected,), generator=head.generator)
+    weights = head.random(2, selected)
+    expected = reference.linear_logprobs(head.true_hidden, head.true_weight, labels, rows=rows, temperature=0.7)
+    (expected.logprobs * weights[0] + (expected.entropy * weights[1] if with_entropy else 0)).sum().backward()
     output = kernels.linear_logprobs(
-        h, w, labels.to(device), rows=rows, temperature=0.7,
-        with_entropy=with_entropy, vocab_size=vocabulary, tp_group=tp_group, sequence_parallel=sequence_parallel,
-        chunk_rows=5, backend=backend,
+        head.hidden, head.weight, labels.to(device), rows=rows, with_entropy=with_entropy, backend=backend,
+        **head.options,
     )  # fmt: skip
     loss = output.logprobs * weights[0].to(device)
     if with_entropy:
@@ -172,9 +209,28 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     near("logprobs", output.logprobs, expected.logprobs, **LOGPROB)
     if with_entropy:
         near("entropy", output.entropy, expected.entropy, **ENTROPY)
-    tolerance = max(GRADIENT[dtype], 1e-5)  # the logits themselves come out of a float32 GEMM
-    assert h.grad.dtype == w.grad.dtype == dtype
-    here = w64.grad[rank * columns : (rank + 1) * columns]
-    errors = relative(h.grad.cpu(), h64.grad[part]), relative(w.grad[: len(here)].cpu(), here)
-    assert max(errors) < tolerance, ("gradients of hidden and weight", errors)
-    assert not w.grad[len(here) :].any(), "rows of padding have no gradient"
+    head.check_gradients(max(GRADIENT[dtype], 1e-5))  # the logits themselves come out of a float32 GEMM
+
+
+def check_linear_kl(backend: str, vocabulary: int, dtype: torch.dtype, selection: str, tp_group=None, device="cpu", *,
+                    sequence_parallel=False):  # fmt: skip
+    head, rows = Head(vocabulary, dtype, tp_group, device, sequence_parallel, 16), SELECTIONS[selection]
+    everything = slice(None) if rows is None else rows
+    ref_hidden = (head.true_hidden.detach().flatten(0, 1) + 0.3 * head.random(12, 16))[everything].to(dtype)
+    ref_weight = (head.true_weight.detach() + 0.3 * head.random(*head.true_weight.shape)).to(dtype)
+    weights = head.random(len(ref_hidden))
+    logits, ref_logits = (
+        hidden @ weight.t() for hidden, weight in (
+            (head.true_hidden.flatten(0, 1)[everything], head.true_weight), (ref_hidden.double(), ref_weight.double())
+        )
+    )  # fmt: skip
+    expected = reference.policy_ref_kl(logits, ref_logits, temperature=0.7)
+    (expected * weights).sum().backward()
+    own = torch.full_like(head.weight.detach(), 30.0)  # padding holds real numbers
+    own[: len(ref_weight[head.mine])] = ref_weight[head.mine].to(device)
+    kl = kernels.linear_policy_ref_kl(
+        head.hidden, head.weight, ref_hidden.to(device), own, rows=rows, backend=backend, **head.options
+    )
+    (kl * weights.to(device)).sum().backward()
+    near("kl", kl, expected, atol=1e-5, rtol=1e-5)
+    head.check_gradients(max(GRADIENT[dtype], 1e-5), of_whole=True)

@@ -65,11 +65,12 @@ def main() -> None:
         rows.logprob_stats_kernel: (rows.STATS_BLOCK, rows.STATS_WARPS),
         rows.logprob_grad_kernel: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
         rows.kl_stats_kernel: (rows.KL_BLOCK, rows.KL_WARPS),
+        rows.kl_grad_kernel: (rows.GRAD_BLOCK, rows.GRAD_WARPS),
     }
     print(json.dumps({
         f"{kernel.__name__} {logits}{' entropy' * entropy}": measure(kernel, logits, entropy, *shape)
         for kernel, shape in shapes.items() for logits in ("bf16", "fp32") for entropy in (False, True)
-        if kernel != rows.kl_stats_kernel or (logits, entropy) == ("bf16", False)
+        if "ENTROPY" in kernel.arg_names or (not entropy and (kernel != rows.kl_stats_kernel or logits == "bf16"))
     }))  # fmt: skip
 
 

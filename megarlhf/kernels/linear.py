@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megarlhf.kernels.products import accumulate, default_chunk, operand_of, project, sum_dtype
-from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, tp_size, write_logprob_grad
+from megarlhf.kernels.chunks import Call, give_back, weight_accumulator, weight_grad
+from megarlhf.kernels.products import accumulate, operand_of, project, sum_dtype
+from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, write_logprob_grad
 
 
 class LogprobOutput(NamedTuple):
@@ -68,96 +68,27 @@ def linear_logprobs(
 
     ValueError: see the messages; each names the argument and the remedy.
     """
-    tp = tp_size(tp_group)
-    if hidden.dtype != weight_shard.dtype or hidden.shape[-1] != weight_shard.shape[-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} {hidden.dtype} and weight_shard {tuple(weight_shard.shape)} "
-            f"{weight_shard.dtype} must have the same dtype and the same last dimension"
-        )
-    if gradient_accumulation_fusion and weight_shard.requires_grad and not hasattr(weight_shard, "main_grad"):
-        raise ValueError(
-            "gradient_accumulation_fusion adds to weight_shard.main_grad, which this weight has not; "
-            "wrap the model in Megatron's DistributedDataParallel or pass gradient_accumulation_fusion=False"
-        )
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64 vocabulary ids, not {labels.dtype}; use labels.long()")
     options = CallOptions.of(
         weight_shard, len(weight_shard), temperature=temperature, with_entropy=with_entropy, entropy_grad=entropy_grad,
         vocab_size=vocab_size, tp_group=tp_group, backend=backend,
     )  # fmt: skip
-    total = hidden.shape[:-1].numel() * (tp if sequence_parallel else 1)
-    selected = total if rows is None else len(range(total)[rows])
-    if labels.numel() != selected:
-        raise ValueError(f"labels has {labels.numel()} elements for {selected} selected rows of {total}")
-    if chunk_rows is None:
-        chunk_rows = default_chunk(weight_shard)
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1, not {chunk_rows}")
-    call = _Call(options, rows, sequence_parallel and tp > 1, gradient_accumulation_fusion, chunk_rows)
+    call = Call(
+        options, hidden, weight_shard, rows=rows, sequence_parallel=sequence_parallel,
+        fusion=gradient_accumulation_fusion, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    if labels.numel() != call.selected:
+        raise ValueError(f"labels has {labels.numel()} elements for {call.selected} selected rows of {call.total}")
     logp, entropy = _LinearLogprobs.apply(hidden, weight_shard, options.local(labels), call)
     return LogprobOutput(logp.view(labels.shape), None if entropy is None else entropy.view(labels.shape))
-
-
-class _Call:
-    """What a call's forward and backward share."""
-
-    def __init__(
-        self, options: CallOptions, rows: slice | None, sequence_parallel: bool, fusion: bool, chunk_rows: int
-    ):
-        self.options = options
-        self.rows = rows
-        self.sequence_parallel = sequence_parallel
-        self.fusion = fusion
-        self.chunk_rows = chunk_rows
-
-    def select(self, hidden: Tensor) -> Tensor:
-        """-> (N, H) selected rows of the whole hidden."""
-        if self.sequence_parallel:
-            local = hidden.contiguous()
-            hidden = local.new_empty(len(local) * tp_size(self.options.tp_group), *local.shape[1:])
-            dist.all_gather_into_tensor(hidden, local, group=self.options.tp_group)
-        hidden = hidden.flatten(0, -2)
-        return hidden if self.rows is None else hidden[self.rows]
-
-    def select_backward(self, grad: Tensor, hidden: Tensor) -> Tensor:
-        """(N, H) of this rank's columns -> the gradient of `hidden`, summed over TP."""
-        group, tp = self.options.tp_group, tp_size(self.options.tp_group)
-        if tp > 1 and not self.sequence_parallel:
-            dist.all_reduce(grad, group=group)
-        if self.rows is not None:
-            whole = grad.new_zeros(hidden.shape[:-1].numel() * (tp if self.sequence_parallel else 1), grad.shape[1])
-            whole[self.rows] = grad
-            grad = whole
-        if self.sequence_parallel:
-            grad, whole = grad.new_empty(len(grad) // tp, grad.shape[1]), grad
-            dist.reduce_scatter_tensor(grad, whole, group=group)
-        return grad.view(hidden.shape).to(hidden.dtype)
-
-    def chunks(self, x: Tensor) -> list[slice]:
-        return [slice(start, min(start + self.chunk_rows, len(x))) for start in range(0, len(x), self.chunk_rows)]
-
-    def scratch(self, x: Tensor, weight: Tensor) -> Tensor:
-        """An empty buffer for the logits of a chunk of the rows `x`; `_give_back` it afterwards."""
-        shape, dtype = (min(self.chunk_rows, len(x)), len(weight)), sum_dtype(x)
-        if x.device.type != "cpu":
-            return x.new_empty(shape, dtype=dtype)
-        from megarlhf.cpu import memory
-
-        return memory.take(*shape, dtype)
-
-
-def _give_back(scratch: Tensor) -> None:
-    if scratch.device.type == "cpu":
-        from megarlhf.cpu import memory
-
-        memory.give(scratch)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     """Hidden, weight, (N,) local columns -> logprobs, entropy, (N,) each."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, call: _Call):
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, call: Call):
         options = call.options
         x, w = operand_of(call.select(hidden)), operand_of(weight)
         stats = x.new_empty(len(x), 4, dtype=sum_dtype(x))
@@ -172,7 +103,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
         merged = merge(gather(stats, options.tp_group), options)
         ctx.save_for_backward(hidden, weight, labels, stats, merged.weights[options.rank], merged.entropy)
-        ctx.call, ctx.last_logits = call, scratch if any(ctx.needs_input_grad) else _give_back(scratch)
+        ctx.call, ctx.last_logits = call, scratch if any(ctx.needs_input_grad) else give_back(scratch)
         ctx.set_materialize_grads(False)
         if merged.entropy is not None and not options.entropy_grad:
             ctx.mark_non_differentiable(merged.entropy)
@@ -187,7 +118,7 @@ class _LinearLogprobs(torch.autograd.Function):
         x, w = operand_of(call.select(hidden)), operand_of(weight)
         scalars = grad_scalars(call.options, row_weight, entropy, grad, grad_entropy)
         x_grad = torch.empty_like(x) if need_hidden else None
-        w_grad = _weight_accumulator(weight, w, call.fusion) if need_weight else None
+        w_grad = weight_accumulator(weight, w, call.fusion) if need_weight else None
         # The last chunk's logits are still there: a batch of one chunk needs no recomputation. A second backward does.
         kept, ctx.last_logits = ctx.last_logits, None
         scratch = call.scratch(x, w) if kept is None else kept
@@ -202,23 +133,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 torch.mm(d, w, out=x_grad[chunk])
             if need_weight:
                 accumulate(w_grad, d.t(), x[chunk])
-        _give_back(scratch)
+        give_back(scratch)
         hidden_grad = call.select_backward(x_grad, hidden) if need_hidden else None
-        return hidden_grad, _weight_grad(weight, w_grad, call.fusion) if need_weight else None, None, None
-
-
-def _weight_accumulator(weight: Tensor, operand: Tensor, fusion: bool) -> Tensor:
-    if fusion and weight.main_grad.dtype == sum_dtype(operand):
-        return weight.main_grad
-    return torch.zeros_like(operand, dtype=sum_dtype(operand))
-
-
-def _weight_grad(weight: Tensor, w_grad: Tensor, fusion: bool) -> Tensor:
-    if not fusion:
-        return w_grad.to(weight.dtype)
-    if w_grad is not weight.main_grad:
-        weight.main_grad.add_(w_grad)
-    weight.grad_added_to_main_grad = True
-    # Autograd needs some gradient for Megatron's hooks to run. They read it only under zero_out_wgrad (tied
-    # embeddings), where autograd adds the embedding's gradient to it.
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+        return hidden_grad, weight_grad(weight, w_grad, call.fusion) if need_weight else None, None, None

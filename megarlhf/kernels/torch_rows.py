@@ -71,6 +71,18 @@ def kl_stats(x: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
     return stats
 
 
+def kl_grad(
+    x: Tensor, ref: Tensor, top: Tensor, mean: Tensor, out: Tensor, *, temperature: float, factor: Tensor
+) -> None:
+    """out = factor e (x - ref - mean), by rows, 0 where e is; `out` (N, V') may be `x` itself. top, mean, factor:
+    (N,)."""
+    for rows, z, difference in _blocks(x, 2):
+        _exponents(x[rows], top[rows], z, temperature)
+        e = torch.exp2(z, out=z)
+        difference.copy_(x[rows]).sub_(ref[rows]).sub_(mean[rows, None]).mul_(factor[rows, None])
+        out[rows] = torch.where(e == 0, 0, difference.mul_(e))
+
+
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 

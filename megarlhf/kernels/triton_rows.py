@@ -153,6 +153,21 @@ def kl_stats_kernel(X, REF, STATS, stride_x, stride_ref, columns, scale, BLOCK: 
 
 
 @triton.jit
+def kl_grad_kernel(X, REF, TOP, MEAN, OUT, FACTOR, stride_x, stride_ref, stride_out, columns, scale,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """One tile of a row of `kl_grad`."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    whole = start + BLOCK <= columns
+    x = load_tile(X + row * stride_x, column, whole, columns)
+    ref = load_tile(REF + row * stride_ref, column, whole, columns)
+    e = tl.exp2(tl.maximum((x - tl.load(TOP + row)) * scale, LOWEST))
+    d = tl.where(e == 0, 0.0, tl.load(FACTOR + row) * e * (x - ref - tl.load(MEAN + row)))
+    store_tile(OUT + row * stride_out, column, whole, columns, d)
+
+
+@triton.jit
 def add_pair(x, ref, top, base, size, distance, ref_top, ref_base, ref_size, scale):
     """`add_tile` of the policy's and the reference's; distance is sum_v e (x - ref), also relative to `base`."""
     ref_top, ref_base, ref_size, _, _ = add_tile(ref, ref_top, ref_base, ref_size, distance, scale, False)
@@ -198,6 +213,16 @@ def kl_stats(x: Tensor, ref: Tensor, *, temperature: float) -> Tensor:
             BLOCK=KL_BLOCK, num_warps=KL_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return stats
+
+
+def kl_grad(
+    x: Tensor, ref: Tensor, top: Tensor, mean: Tensor, out: Tensor, *, temperature: float, factor: Tensor
+) -> None:
+    if x.numel():
+        kl_grad_kernel[len(x), triton.cdiv(x.shape[1], GRAD_BLOCK)](
+            x, ref, top, mean, out, factor, x.stride(0), ref.stride(0), out.stride(0), x.shape[1],
+            scale_of(temperature), BLOCK=GRAD_BLOCK, num_warps=GRAD_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def scale_of(temperature: float) -> float:

@@ -69,9 +69,17 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         """(B, R) fp32: the exact KL(policy || reference) of each counted token's distribution. `ref_states` (B, R, H)
         and `ref_weight`: the reference's states, as `with_states` returns them, and its `weight`."""
         kl = kernels.linear_policy_ref_kl(
-            self.states(hidden, stream), weight, ref_states.flatten(0, 1)[stream.places], ref_weight,
-            temperature=temperature, vocab_size=vocab_size, tp_group=self.tp_group,
-        )  # fmt: skip
+            hidden,
+            weight,
+            ref_states.flatten(0, 1)[stream.places],
+            ref_weight,
+            rows=slice(len(stream.counted)),
+            temperature=temperature,
+            vocab_size=vocab_size,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+        )
         return stream.aligned(kl)
 
 

@@ -24,9 +24,11 @@ def torch_linear(tp: int) -> None:
     for vocabulary in (7, 257, 32000):
         for selection in cases.SELECTIONS:
             for sequence_parallel in (False, True):
-                cases.check_linear(
-                    "torch", vocabulary, torch.float32, selection, cases.group(tp), sequence_parallel=sequence_parallel
-                )
+                for check in (cases.check_linear, cases.check_linear_kl):
+                    check(
+                        "torch", vocabulary, torch.float32, selection, cases.group(tp),
+                        sequence_parallel=sequence_parallel,
+                    )  # fmt: skip
     cases.check_linear("torch", 257, torch.bfloat16, "stride", cases.group(tp), sequence_parallel=True)
     bitwise_equal(tp)
 
@@ -67,6 +69,7 @@ def triton_interpreted(tp: int) -> None:
             cases.check_logprobs("triton", vocabulary, dtype, temperature, cases.group(tp))
             cases.check_kl("triton", vocabulary, dtype, temperature, cases.group(tp))
     cases.check_linear("triton", 257, torch.float32, "stride", cases.group(tp), sequence_parallel=True)
+    cases.check_linear_kl("triton", 257, torch.float32, "slice", cases.group(tp), sequence_parallel=True)
     cases.check_linear("triton", 7, torch.float32, "all", cases.group(tp), with_entropy=False)
 
 

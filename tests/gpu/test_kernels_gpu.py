@@ -26,6 +26,7 @@ def test_given_logits(backend, dtype, vocabulary):
 def test_linear(backend, dtype, selection):
     for vocabulary in (257, 32000):
         cases.check_linear(backend, vocabulary, dtype, selection, device="cuda")
+        cases.check_linear_kl(backend, vocabulary, dtype, selection, device="cuda")
 
 
 def test_auto_is_triton():
