@@ -63,6 +63,8 @@ class Sequences(Rows):
     segments: Tensor | None = None  # (B, S) int64
     prompt_len: int = 1  # P: outputs are for tokens[:, P:]
     together: int = 1  # so many adjacent rows are always in one micro-batch
+    # (B, R, H): the last hidden states of a reference, to be compared with it; it predicts the counted tokens from them
+    ref_states: Tensor | None = None
 
     def __post_init__(self):
         rows, length = self.tokens.shape
@@ -73,7 +75,7 @@ class Sequences(Rows):
     @property
     def model_inputs(self) -> dict[str, Tensor]:
         """What a model reads beside the tokens."""
-        return {}
+        return {} if self.ref_states is None else {"ref_states": self.ref_states}
 
     def on_host(self) -> Sequences:
         """The tokens and what is needed to cut them into streams, on the CPU."""
@@ -151,17 +153,6 @@ class Comparisons(Sequences):
 
     ranks: Tensor  # (B,) int64: 0 is the best; equal ranks are ties
     margins: Tensor  # (B,) float32: the least difference that a pair's scores should have
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared(Sequences):
-    """The input of a policy, with the reference's hidden states for it, to compare both."""
-
-    ref_states: Tensor  # (B, R, H): the reference's last hidden states, from which it predicts the counted tokens
-
-    @property
-    def model_inputs(self) -> dict[str, Tensor]:
-        return {"ref_states": self.ref_states}
 
 
 @dataclass(frozen=True)

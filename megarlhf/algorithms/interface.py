@@ -64,6 +64,7 @@ class Update:
 
     loss: Loss
     outputs: dict[str, bool] = field(default_factory=dict)  # read by the loss beyond log-probs: with_entropy
+    exact_kl: bool = False  # the loss reads "kl", (B, R), each state's KL(policy, reference) with its gradient; actor
     prefix: str = ""  # of the engine's own metrics: grad_norm, lr, skipped
 
 

@@ -36,23 +36,33 @@ class KLConfig:
     # of the loss, with the gradient of each state's own KL alone
     place: Literal["reward", "loss"] = "reward"
     # [k1] in the reward, k1: of the sampled tokens; exact: later states' KL over the whole vocabulary, which has less
-    # variance, at the cost of two more head GEMMs a step. In the loss, k2 or k3 (`loss_estimate`).
+    # variance, at the cost of two more head GEMMs a step. In the loss, exact, k2 or k3 (`loss_estimate`); exact costs a
+    # forward pass of the reference and 6 more head GEMMs an update.
     estimator: str = "k1"
 
     def __post_init__(self):
-        known = {"reward": ("k1", "exact"), "loss": ("k2", "k3")}[self.place]
+        known = {"reward": ("k1", "exact"), "loss": ("k2", "k3", "exact")}[self.place]
         if self.estimator not in known:
             why = {
                 ("reward", "k2"): " is biased: its best policy is not that of the KL penalty",
                 ("reward", "k3"): " is biased: its best policy is not that of the KL penalty",
                 ("loss", "k1"): " has no gradient on average",
             }.get((self.place, self.estimator), " does not exist")
-            raise ValueError(f"estimator: {self.estimator} in the {self.place}{why}; use {' or '.join(known)}")
+            choice = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise ValueError(f"estimator: {self.estimator} in the {self.place}{why}; use {choice}")
         if self.coef < 0:
             raise ValueError(f"coef: must not be negative, not {self.coef}")
         for name in ("target", "horizon"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: must be positive, not {getattr(self, name)}")
+
+    @property
+    def exact_reward(self) -> bool:
+        return self.estimator == "exact" and self.place == "reward"
+
+    @property
+    def exact_loss(self) -> bool:
+        return self.estimator == "exact" and self.place == "loss"
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -102,15 +112,21 @@ def loss_estimate(outputs: Outputs, rows: Experience, config: KLConfig) -> Tenso
         k3 = e^-x - 1 + x: its expected gradient is that of KL(reference, policy), though its mean is KL(policy,
              reference)
 
-    Neither has the gradient through later states, which k1 in the reward has.
+    and of outputs["kl"]:
+
+        exact: each state's KL(policy, reference) over the whole vocabulary, which k2 estimates
+
+    None has the gradient through later states, which k1 in the reward has.
     """
+    if config.estimator == "exact":
+        return torch.where(rows.mask, outputs["kl"], 0)
     x = torch.where(rows.mask, outputs["logprobs"] - rows.ref_logprobs, 0)
     return 0.5 * x**2 if config.estimator == "k2" else (-x).exp() - 1 + x
 
 
 def signals(config: KLConfig) -> frozenset[str]:
     """The signals that the penalty needs beside log-probs (`OnlineAlgorithm.signals`)."""
-    return frozenset({"kl"} if config.estimator == "exact" else ())
+    return frozenset({"kl"} if config.exact_reward else ())
 
 
 def restored(state: State, config: KLConfig) -> State:
@@ -120,7 +136,7 @@ def restored(state: State, config: KLConfig) -> State:
 
 def token_kl(signals: Signals, config: KLConfig) -> Tensor:
     """(B, R): the KL of each token's distribution, exact or estimated by k1."""
-    return signals.kl if config.estimator == "exact" else kl_estimate(signals.logprobs, signals.ref_logprobs)
+    return signals.kl if config.exact_reward else kl_estimate(signals.logprobs, signals.ref_logprobs)
 
 
 def rewards(
@@ -133,7 +149,7 @@ def rewards(
         kl_coef = 0.0
     found = penalised_rewards(scores.scores, kl, mask, kl_coef=kl_coef, score_position=score_position)
     found = found + torch.where(mask, scores.token_scores, 0)
-    if config.estimator != "exact":
+    if not config.exact_reward:
         return found, torch.zeros_like(found)
     return found, own_correction(signals.logprobs, signals.ref_logprobs, kl, mask, kl_coef=kl_coef)
 

@@ -73,8 +73,9 @@ OPENAI_2019 = PPOConfig(
 
 def algorithm(config: PPOConfig) -> OnlineAlgorithm:
     """PPO for the loop: a policy, and a critic with an update of its own."""
+    loss = partial(policy_loss, config=config, kl=config.kl, name="ppo")
     updates = {
-        "actor": Update(partial(policy_loss, config=config, kl=config.kl, name="ppo"), {"with_entropy": True}),
+        "actor": Update(loss, {"with_entropy": True}, exact_kl=config.kl.exact_loss),
         "critic": Update(partial(value_loss, config=config), prefix="ppo/val/"),
     }
     alone = {"critic": updates["critic"]}
@@ -95,7 +96,7 @@ def algorithm(config: PPOConfig) -> OnlineAlgorithm:
         },
         min_response_length=config.shaping.overlong_buffer + 1,
         fixed_length=config.score_position == "last",
-        all_tokens="kl" in kl.signals(config.kl),
+        all_tokens=config.kl.estimator == "exact",
         token_mean=config.normalization == "token",
     )
 

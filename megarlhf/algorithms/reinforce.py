@@ -64,10 +64,10 @@ class ReinforceConfig(PolicyLossConfig):
                 f"advantage: {self.advantage} gives all tokens of a response one advantage, so gamma must be 1 and "
                 "score_position last_valid"
             )
-        if self.ratio != "token" and (self.advantage == "reinforce" or self.kl.estimator == "exact"):
+        if self.ratio != "token" and (self.advantage == "reinforce" or self.kl.exact_reward):
             raise ValueError(
-                f"ratio: {self.ratio} is of whole responses, but advantage reinforce and the exact KL differ between "
-                "tokens, and would lead to another policy; use ratio token"
+                f"ratio: {self.ratio} is of whole responses, but advantage reinforce and the exact KL in the reward "
+                "differ between tokens, and would lead to another policy; use ratio token"
             )
         if self.ratio == "sequence" and self.kl.place == "loss" and self.kl.coef:
             raise ValueError(
@@ -91,7 +91,7 @@ class ReinforceConfig(PolicyLossConfig):
 def algorithm(config: ReinforceConfig) -> OnlineAlgorithm:
     """The algorithm for the loop: a policy alone."""
     loss = partial(policy_loss, config=config, kl=config.kl, name="reinforce")
-    updates = {"actor": Update(loss, {"with_entropy": True})}
+    updates = {"actor": Update(loss, {"with_entropy": True}, exact_kl=config.kl.exact_loss)}
     return OnlineAlgorithm(
         make_experience=partial(make_experience, config=config),
         updates=lambda step: updates,

@@ -6,21 +6,24 @@ Legend: B rows of this data-parallel rank, G of the global batch, P prompt colum
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.batch import Compared, Experience, Rollout, Signals, Stage
+from megarlhf.batch import Experience, Rollout, Sequences, Signals, Stage
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
 from megarlhf.stream import num_tokens, shares
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
+
+SequencesT = TypeVar("SequencesT", bound=Sequences)
 
 
 def evaluate(
@@ -36,19 +39,31 @@ def evaluate(
     what `signals` names: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
     actor's own head gives the values. The exact KL takes a second head pass, and room for the reference's hidden
     states, (B, R, H), on every stage. Collective."""
-    batch, options, exact_kl = rollout, {}, "kl" in signals
-    with resident(reference):
-        others = reference.forward(rollout, temperature=temperature, with_states=exact_kl)
-        if exact_kl:
-            batch = Compared(tokens=rollout.tokens, mask=rollout.mask, segments=rollout.segments,
-                             prompt_len=rollout.prompt_len, ref_states=others["states"])  # fmt: skip
-            if actor.topology.last_stage:
-                options["ref_weight"] = reference.modules[-1].head_weight()
-        outputs = actor.forward(batch, temperature=temperature, **options)
+    if "kl" in signals:
+        batch, options, others = compared(rollout, reference, temperature=temperature)
+    else:
+        batch, options = rollout, {}
+        with resident(reference):
+            others = reference.forward(rollout, temperature=temperature)
+    outputs = actor.forward(batch, temperature=temperature, **options)
     values = None
     if "values" in signals:
         values = (outputs if critic is None else critic.forward(rollout))["values"].masked_fill(~rollout.mask, 0)
     return Signals(outputs["logprobs"], others["logprobs"], values, outputs.get("kl"))
+
+
+def compared(
+    rows: SequencesT, reference: Engine, *, temperature: float
+) -> tuple[SequencesT, dict[str, Tensor], dict[str, Tensor]]:
+    """(rows, options of the head) with which a policy's outputs have "kl", its exact KL to the reference; and the
+    reference's own outputs. Collective."""
+    options = {}
+    with resident(reference):
+        outputs = reference.forward(rows, temperature=temperature, with_states=True)
+        if reference.topology.last_stage:
+            # `detach`: the weight stays on the device when the other weights leave it
+            options["ref_weight"] = reference.modules[-1].head_weight().detach()
+    return dataclasses.replace(rows, ref_states=outputs["states"]), options, outputs
 
 
 def keep_on_host(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ class Models:
         """The models that are in checkpoints, by role."""
         models = {"actor": self.actor, "critic": self.critic, "average": self.average}
         return {role: engine for role, engine in models.items() if engine is not None}
+
+    def compared(self, minibatch: Experience, temperature: float) -> tuple[Experience, dict[str, Any]]:
+        """The minibatch, and options of the actor's head, with which its outputs have the exact KL."""
+        from megarlhf.experience.rollout import compared
+
+        rows, options, _ = compared(minibatch, self.reference, temperature=temperature)
+        return rows, options
 
     def parts(self, minibatch: Experience) -> list[Part]:
         """The further batches of the actor's update, beside the minibatch."""

@@ -15,6 +15,7 @@ from megarlhf.algorithms.policy_loss import policy_loss as general_loss
 from megarlhf.algorithms.ppo import PPOConfig, value_loss, whiten_minibatch
 from megarlhf.algorithms.reward import normalisation
 from megarlhf.batch import CriticExperience, Experience
+from megarlhf.experience.rollout import compared
 from megarlhf.metrics import Max, Mean, Min, Variance
 from megarlhf.models.build import build
 from megarlhf.optim import OptimizerConfig
@@ -103,11 +104,14 @@ def test_ppo_metrics_do_not_depend_on_the_layout(ranks):
 
 # All that a policy's loss can divide by, with everything that is added to it.
 LOSSES = [
-    PolicyLossConfig(ratio=ratio, normalization=how, entropy_coef=0.05, clip_range=0.05)
-    for ratio, how in (("token", "token"), ("token", "sequence"), ("token", "sequence_sum"), ("token", "constant"),
-                       ("sequence", "sequence"), ("sequence_mean", "token"))
+    (PolicyLossConfig(ratio=ratio, normalization=how, entropy_coef=0.05, clip_range=0.05),
+     KLConfig(place="loss", estimator=estimator))
+    for ratio, how, estimator in (
+        ("token", "token", "k2"), ("token", "sequence", "k2"), ("token", "sequence_sum", "k2"),
+        ("token", "constant", "k2"), ("sequence", "sequence", "k2"), ("sequence_mean", "token", "k2"),
+        ("token", "token", "exact"), ("token", "sequence", "exact"),
+    )
 ]  # fmt: skip
-KL = KLConfig(place="loss", estimator="k2")
 CUTS = {
     1: [(1, {}), (3, {})],
     2: [(2, {}), (4, dict(tensor=2, sequence=True)), (2, dict(pipeline=2))],
@@ -122,7 +126,8 @@ def gradients(cases):
     for micro, sizes in cases:
         with layout(**sizes) as topology:
             found = []
-            for config in LOSSES:
+            other = build("reference", LLAMA, topology, micro_batch_tokens=24 * micro, dtype="fp32", seed=8)
+            for config, kl in LOSSES:
                 engine = build("actor", LLAMA, topology, micro_batch_tokens=24 * micro, dtype="fp32",
                                optimizer=OptimizerConfig(name="adam", lr=1e-2, eps=1.0, schedule="constant"),
                                total_steps=1, seed=7)  # fmt: skip
@@ -134,7 +139,11 @@ def gradients(cases):
                 rows = dataclasses.replace(
                     rows, logprobs=own + 0.1 * rows.logprobs, ref_logprobs=own + 0.5 * rows.ref_logprobs
                 )
-                metrics = engine.step(rows, partial(general_loss, config=config, kl=KL, name="x"), with_entropy=True)
+                options = {}
+                if kl.estimator == "exact":
+                    rows, options, _ = compared(rows, other, temperature=1.0)
+                loss = partial(general_loss, config=config, kl=kl, name="x")
+                metrics = engine.step(rows, loss, with_entropy=True, **options)
                 after = engine.forward(batch)["logprobs"]
                 found.append(([metrics[name].value for name in ("x/loss/policy", "x/loss/kl", "grad_norm")], after))
             results.append(found)

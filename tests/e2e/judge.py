@@ -29,6 +29,11 @@ def steps(prompts, responses):
     return [[[end, ord(text[end - 1]) % 11 - 4] for end in range(1, len(text) + 1, 3)] for text in responses]
 
 
+def parity(prompts, responses):
+    """1.0 if the response has an even number of characters, so that many groups have equal scores."""
+    return [float(len(text) % 2 == 0) for text in responses]
+
+
 def matched(prompts, responses, records):
     """1.0 if the response has as many vowels, modulo 3, as the prompt's record asks for; each record must be that of
     its prompt."""

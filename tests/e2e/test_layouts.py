@@ -50,6 +50,7 @@ LAYOUTS = {
     },
 }
 REINFORCE = ("one", "pp3 vp2", "pp4", "tp2 pp2 dp2")  # the layouts of `megarlhf rl`
+ONLINE = ("rl", "grpo")  # its configurations
 NAMES = {name: size for size, named in LAYOUTS.items() for name in named}
 
 
@@ -137,7 +138,7 @@ def prepare(ranks, path: Path) -> Path:
             "sampler": draw | {"samples_per_prompt": 2, "micro_batch_size": 4},
         })  # fmt: skip
     judge = f"{ROOT}/tests/e2e/judge.py"
-    write(path / "rl.yaml", {
+    rl = {
         "run": "", "model": {"checkpoint": str(path / "ending"), "dtype": "fp32"},
         "prompts": {"path": str(path / "questions.jsonl"), "prompt_key": "question", "length": 8},
         "sampler": {"response_length": 8, "stop_at_eos": True, "samples_per_prompt": 2, "micro_batch_size": 2},
@@ -150,6 +151,17 @@ def prepare(ranks, path: Path) -> Path:
         "training": {"steps": 4, "batch_size": 24, "epochs": 1, "minibatches": 2},
         "optimizer": optimizer,
         "log": {"samples": 24, "samples_every": 1},
+    }  # fmt: skip
+    write(path / "rl.yaml", rl)
+    held_out = {"path": str(path / "pairs.jsonl"), "prompt_key": "prompt"}  # 29, which no number of ranks divides
+    write(path / "grpo.yaml", rl | {
+        "sampler": rl["sampler"] | {"samples_per_prompt": 3},
+        "scoring": {"sources": [{"function": f"{judge}:parity", "name": "even"},
+                                {"function": f"{judge}:score", "weight": 1e-3}]},
+        "reinforce": {"advantage": "grpo", "surrogate": "clip", "clip_range": 0.02, "clip_range_high": 0.03,
+                      "dynamic_rounds": 6, "entropy_coef": 0.01, "shaping": {"overlong_buffer": 3},
+                      "kl": {"place": "loss", "estimator": "exact", "coef": 0.2}},
+        "evaluation": {"prompts": held_out, "every": 2, "samples": 3, "k": [1, 2], "source": "even"},
     })  # fmt: skip
     return path
 
@@ -168,7 +180,10 @@ def cases(directory: Path, name: str) -> list:
         if family == "llama":
             made.append(("reward", directory / "reward.yaml", [*batches, f"run={directory / f'reward {name}'}"]))
             if name in REINFORCE:
-                made.append(("rl", directory / "rl.yaml", [*batches, f"run={directory / f'rl {name}'}"]))
+                made += [
+                    ("rl", directory / f"{kind}.yaml", [*batches, f"run={directory / f'{kind} {name}'}"])
+                    for kind in ONLINE
+                ]
         ppo = [*batches, "sampler.micro_batch_size=6", f"run={directory / f'{family} {name}'}"]
         out = [*common, f"out={directory / f'{family} {name}.jsonl'}"]
         made += [
@@ -213,7 +228,7 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
         world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)], timeout=600
     )
     for name, (_, _, families) in LAYOUTS[world_size].items():
-        more = ["reward"] * ("llama" in families) + ["rl"] * (name in REINFORCE)
+        more = ["reward"] * ("llama" in families) + [*ONLINE] * (name in REINFORCE)
         for run in [*families.split(), *more]:
             same(numbers(truth / f"{run} {name}"), numbers(truth / f"{run} one"), f"{run} {name}")
         for family in families.split():
@@ -224,11 +239,11 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
             rows = len(found) // 2  # of a step: those of the first data-parallel rank
             assert rows in (12, 24) and len(expected) == 2 * 24
             assert responses(found) == responses(expected[:rows] + expected[24 : 24 + rows]), (family, name)
-        if name in REINFORCE:
-            found, expected = (lines(truth / f"rl {of}" / "samples.jsonl") for of in (name, "one"))
+        for kind in ONLINE if name in REINFORCE else ():
+            found, expected = (lines(truth / f"{kind} {of}" / "samples.jsonl") for of in (name, "one"))
             rows = len(found) // 4
             assert responses(found) == [text for step in range(4) for text in
-                                        responses(expected[24 * step : 24 * step + rows])], name  # fmt: skip
+                                        responses(expected[24 * step : 24 * step + rows])], (kind, name)  # fmt: skip
 
 
 def test_reinforce_has_what_it_needs(truth):
@@ -239,6 +254,17 @@ def test_reinforce_has_what_it_needs(truth):
     assert all(record["objective/kl_exact"] > 0 for record in records[1:])
     assert {sample["record"]["answer"] for sample in samples} == {str(number) for number in range(31)}
     assert len({tuple(sample["scores"].items()) for sample in samples}) > 48
+
+
+def test_grpo_has_what_it_needs(truth):
+    """Groups that are replaced, a KL that is not 0, clipped ratios, and evaluations."""
+    found = numbers(truth / "grpo one")
+    steps = [record for record in found if "objective/kl" in record]
+    assert len(steps) == 4 and len(found) == 4 + 3
+    assert all(record["groups/rounds"] > 1 for record in steps)
+    assert all(record["reinforce/loss/kl"] > 1e-4 for record in steps[1:])
+    assert any(record["reinforce/policy/clipfrac"] > 0 for record in steps)
+    assert all(0 < record["evaluation/pass@2"] < 1 for record in found if "evaluation/pass@2" in record)
 
 
 def test_what_four_stages_wrote_goes_on_elsewhere(ranks, truth):

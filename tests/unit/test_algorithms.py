@@ -515,7 +515,7 @@ def test_the_originals_values():
         ({"kl": {"target": 0}}, "kl.target: must be positive"),
         ({"kl": {"estimator": "k4"}}, "kl.estimator: k4 in the reward does not exist; use k1 or exact"),
         ({"kl": {"estimator": "k3"}}, "kl.estimator: k3 in the reward is biased: .*; use k1 or exact"),
-        ({"kl": {"place": "loss"}}, "kl.estimator: k1 in the loss has no gradient on average; use k2 or k3"),
+        ({"kl": {"place": "loss"}}, "kl.estimator: k1 in the loss has no gradient on average; use k2, k3 or exact"),
         ({"dual_clip": 1.1}, "dual_clip: must be at least 1 \\+ clip_range_high = 1.2, with surrogate clip, not 1.1"),
         ({"ratio": "sequence_mean"}, "ratio: sequence_mean is of whole responses, but PPO's advantages are of tokens"),
         ({"importance": {"low": 0.5}}, "importance.low: is for mode mask"),

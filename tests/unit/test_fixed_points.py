@@ -76,9 +76,11 @@ def learned(algorithm, *, length=1, group=1, copies=0):
         batch = Batch(rollout, found, signals, {"greedy": greedy})
         experience = algorithm.make_experience(batch, algorithm.state, None)
         experience = algorithm.minibatch(experience, None)
-        logprobs.register_hook(lambda gradient, weights=weights: gradient * weights[:, None])
-        entropy = -(table.exp() * table).sum(1)[state]
-        total, count, _ = algorithm.updates(step)["actor"].loss({"logprobs": logprobs, "entropy": entropy}, experience)
+        exact = (table.exp() * (table - target)).sum(1)[state]
+        for output in (logprobs, exact):
+            output.register_hook(lambda gradient, weights=weights: gradient * weights[:, None])
+        outputs = {"logprobs": logprobs, "entropy": -(table.exp() * table).sum(1)[state], "kl": exact}
+        total, count, _ = algorithm.updates(step)["actor"].loss(outputs, experience)
         (gradient,) = torch.autograd.grad(total / count, logits)
         visits = table.detach().exp()  # of each token: its state is reached with the probability of the token before
         visits = torch.cat([visits[:1], visits[0, :, None] * visits[1:]])
@@ -155,12 +157,13 @@ def stray(policy, gain, beta=BETA):
     return distance(policy, optimum(reference_of(1), gain(policy), beta))
 
 
+@pytest.mark.parametrize("estimator", ["k2", "exact"])
 @pytest.mark.parametrize("group", [2, 3])
 @pytest.mark.parametrize("advantage", ["rloo", "dr_grpo", "grpo"])
-def test_groups_with_the_kl_in_the_loss(advantage, group):
+def test_groups_with_the_kl_in_the_loss(advantage, group, estimator):
     """rloo leads to the optimum; dr_grpo to that of beta G / (G - 1), since the mean has a response's own score; grpo
     to one whose temperature each group's deviation changes."""
-    found = learned(policy_gradient("loss", "k2", advantage=advantage, eps=0.1), group=group)
+    found = learned(policy_gradient("loss", estimator, advantage=advantage, eps=0.1), group=group)
     assert stray(found, lambda policy: own_advantages(advantage, policy, scores_of(1), group, 0.1)) < 1e-5
     factor = {"rloo": 1.0, "dr_grpo": 1 - 1 / group, "grpo": None}[advantage]
     if factor is not None:
@@ -188,11 +191,14 @@ def test_k3_in_the_loss_leads_elsewhere(advantage):
     assert distance(found, tilted(1, scores)) > 0.01
 
 
+@pytest.mark.parametrize("estimator", ["k2", "exact"])
 @pytest.mark.parametrize("normalization", ["token", "sequence_sum"])
-def test_the_kl_in_the_loss_of_two_tokens(normalization):
+def test_the_kl_in_the_loss_of_two_tokens(normalization, estimator):
     """The second token's policy is the optimum. The first one's has no gradient from the second state's KL, so it sees
     the mean score there and not what is left of it when the KL is paid."""
-    found = learned(policy_gradient("loss", "k2", advantage="rloo", normalization=normalization), length=2, group=2)
+    found = learned(
+        policy_gradient("loss", estimator, advantage="rloo", normalization=normalization), length=2, group=2
+    )
     reference, scores = world(2)[0].log_softmax(1), scores_of(2).view(VOCAB, VOCAB)
     second = (reference[1:] + scores / BETA).softmax(1)
     first = (reference[0] + (second * scores).sum(1) / BETA).softmax(0)
