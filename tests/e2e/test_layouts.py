@@ -156,8 +156,7 @@ def prepare(ranks, path: Path) -> Path:
     held_out = {"path": str(path / "pairs.jsonl"), "prompt_key": "prompt"}  # 29, which no number of ranks divides
     write(path / "grpo.yaml", rl | {
         "sampler": rl["sampler"] | {"samples_per_prompt": 3},
-        "scoring": {"sources": [{"function": f"{judge}:parity", "name": "even"},
-                                {"function": f"{judge}:score", "weight": 1e-3}]},
+        "scoring": {"sources": [{"function": f"{judge}:parity", "name": "even"}]},
         "reinforce": {"advantage": "grpo", "surrogate": "clip", "clip_range": 0.02, "clip_range_high": 0.03,
                       "dynamic_rounds": 6, "entropy_coef": 0.01, "shaping": {"overlong_buffer": 3},
                       "kl": {"place": "loss", "estimator": "exact", "coef": 0.2}},
