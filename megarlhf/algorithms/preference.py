@@ -224,7 +224,7 @@ def preference_loss(outputs: Outputs, rows: Comparisons, *, config: PreferenceCo
         }
     if config.nll_coef:
         per_token = config.nll_normalization == "token"
-        nll = -sums[:, 0] * (rows.nll_scale if per_token else 1 / lengths[:, 0].clamp(min=1))
+        nll = -sums[:, 0] * (rows.nll_scale if per_token else 1 / lengths[:, 0].clamp(min=1).double())
         metrics["loss/preference"] = total, count
         metrics[f"loss/nll_{config.nll_normalization}"] = mean(nll)
         total = total + config.nll_coef * masked_sum(nll, counted)
