@@ -102,20 +102,20 @@ class Form:
 
 def dpo(chosen: Tensor, rejected: Tensor, config: PreferenceConfig) -> Tensor:
     """-log sigmoid(b h). Rafailov et al. 2023, arXiv:2305.18290, eq. 7. With a margin it is -log sigmoid(b h - margin),
-    Amini et al. 2024, arXiv:2402.10571, eq. 3."""
+    Amini et al. 2024, arXiv:2402.10571."""
     return -F.logsigmoid(config.b * (chosen - rejected))
 
 
 def cdpo(chosen: Tensor, rejected: Tensor, config: PreferenceConfig) -> Tensor:
     """-(1 - e) log sigmoid(b h) - e log sigmoid(-b h), e = label_smoothing. Mitchell 2023, "A note on DPO with noisy
-    preferences and relationship to IPO", eq. 3. Least where sigmoid(b h) = 1 - e."""
+    preferences and relationship to IPO". Least where sigmoid(b h) = 1 - e."""
     difference, flipped = config.b * (chosen - rejected), config.label_smoothing
     return -(1 - flipped) * F.logsigmoid(difference) - flipped * F.logsigmoid(-difference)
 
 
 def robust(chosen: Tensor, rejected: Tensor, config: PreferenceConfig) -> Tensor:
     """(-(1 - e) log sigmoid(b h) + e log sigmoid(-b h)) / (1 - 2 e): if labels are flipped with probability e, its mean
-    is the loss of the true ones. Chowdhury et al. 2024, arXiv:2403.00409, eq. 12."""
+    is the loss of the true ones. Chowdhury et al. 2024, arXiv:2403.00409."""
     difference, flipped = config.b * (chosen - rejected), config.label_smoothing
     kept = -(1 - flipped) * F.logsigmoid(difference) + flipped * F.logsigmoid(-difference)
     return kept / (1 - 2 * flipped)
@@ -127,8 +127,8 @@ def ipo(chosen: Tensor, rejected: Tensor, config: PreferenceConfig) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, config: PreferenceConfig) -> Tensor:
-    """max(0, 1 - b h). Zhao et al. 2023, arXiv:2305.10425, with log-ratios as in Liu et al. 2023, arXiv:2309.06657,
-    eq. 10."""
+    """max(0, 1 - b h). Zhao et al. 2023, arXiv:2305.10425, with log-ratios as in Liu et al. 2023,
+    arXiv:2309.06657."""
     return F.relu(1 - config.b * (chosen - rejected))
 
 
@@ -174,7 +174,7 @@ FORMS = {
     "sppo": Form(sppo),
     "simpo": Form(simpo, reference=False, beta=2.0, logprobs="mean"),
     "orpo": Form(orpo, reference=False, logprobs="mean", nll_coef=1.0),
-    # dpo's with a uniform reference, and NLL: Xu et al. 2024, arXiv:2401.08417, eq. 3 to 5
+    # dpo's with a uniform reference, and NLL: Xu et al. 2024, arXiv:2401.08417
     "cpo": Form(dpo, reference=False, nll_coef=1.0),
 }
 
