@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from megarlhf.data.preferences import PreferenceLoader, Preferences
 from megarlhf.data.ratings import RatedExamples, RatingLoader
 from megarlhf.models.build import build
 from megarlhf.optim import OptimizerConfig
+from megarlhf.train import reference
 from megarlhf.train.offline import prepared
+from tests import traffic
 from tests.distributed.layouts import LLAMA, layout
 
 LOSSES = {
@@ -69,12 +72,12 @@ def loader(name, topology=None):
     return make(data(kind), global_batch=BATCH, seed=3, **ranks)
 
 
-def models(topology, micro, reference=7, reference_micro=None):
+def models(topology, micro, reference_seed=7, reference_micro=None):
     optimizer = OptimizerConfig(name="adam", lr=1e-2, eps=1.0, schedule="constant", clip_grad=0.0)
     actor = build("actor", LLAMA, topology, micro_batch_tokens=LENGTH * micro, dtype="fp32", optimizer=optimizer,
                   total_steps=2, seed=8)  # fmt: skip
     frozen = build("reference", LLAMA, topology, micro_batch_tokens=LENGTH * (reference_micro or micro), dtype="fp32",
-                   seed=reference)  # fmt: skip
+                   seed=reference_seed)  # fmt: skip
     return {"actor": actor, "reference": frozen}
 
 
@@ -121,7 +124,7 @@ def start(cases):
     results = []
     for micro, reference_micro, sizes in cases:
         with layout(**sizes) as topology:
-            engines = models(topology, micro, reference=8, reference_micro=reference_micro)
+            engines = models(topology, micro, reference_seed=8, reference_micro=reference_micro)
             for name, algorithm in (("dpo", preference(PreferenceConfig())), ("kto", LOSSES["kto"])):
                 rows = prepared(algorithm, engines, loader(name, topology).batch(0))
                 own = engines["actor"].forward(rows)["logprobs"].double().sum(1)
@@ -247,3 +250,33 @@ def test_a_rank_without_one_class(ranks):
         for answer in answers:
             for (_, loss, norm), (_, whole_loss, whole_norm) in zip(answer, expected, strict=True):
                 assert (loss, norm) == pytest.approx((whole_loss, whole_norm), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ communication
+
+
+def communicate(path, cases):
+    """(what tests/traffic.py finds, number of calls) on rank 0, of making a cache and of a step of kto with it, in each
+    layout."""
+    found = []
+    for number, sizes in enumerate(cases):
+        with layout(**sizes) as topology, traffic.recorded() as log:
+            engines, batches, algorithm = models(topology, 2), loader("kto", topology), LOSSES["kto"]
+            parts = (part for step in range(2) for part in algorithm.referenced(batches.batch(step)))
+            reference.write_cache(Path(path) / str(number), engines["reference"], {"loss": "kto"}, parts)
+            for step in range(2):
+                rows = prepared(algorithm, engines, batches.batch(step))
+                cached = {**engines, "reference": reference.Cached.read(Path(path) / str(number), topology)}
+                again = prepared(algorithm, cached, batches.batch(step))
+                assert again.baseline == rows.baseline and torch.equal(again.ref_logprobs, rows.ref_logprobs)
+                engines["actor"].step(rows, algorithm.loss)
+        logs = traffic.gathered(log)
+        found.append((traffic.violations(logs), min(map(len, logs))) if dist.get_rank() == 0 else None)
+    return found
+
+
+def test_the_order_of_calls_suits_nccl(ranks, tmp_path):
+    """With the same cut, a cache gives the very numbers of the model."""
+    cases = [dict(pipeline=2), dict(tensor=2, sequence=True)]
+    for case, (lines, count) in zip(cases, ranks.run(4, communicate, str(tmp_path), cases)[0], strict=True):
+        assert not lines and count > 50, (case, count, lines)
