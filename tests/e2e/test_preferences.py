@@ -241,3 +241,13 @@ def test_kto_caches_belong_to_an_order_of_the_rows(ranks, directory, tmp_path, c
     for change in ("seed=1", "training.steps=2", "training.global_batch_size=4"):
         line = error(capsys, "kto", path, f"run={tmp_path / 'new'}", use, *{"training.steps=1": 0, change: 0})
         assert "was made with another order of the data (seed, training.global_batch_size or steps)" in line
+
+
+def test_batches_of_one_class(ranks, directory, tmp_path):
+    """Batches of 2 rows, of which some have no good row or no bad one: their means are left out, and the run goes on."""
+    few = [f"run={tmp_path}", "training.global_batch_size=2", "data.validation=null"]
+    ranks.run(2, run_programs, "kto", directory / "kto.yaml", [few])
+    found = [
+        {kind for kind in ("chosen", "rejected") if f"logratios_sum/{kind}" in record} for record in numbers(tmp_path)
+    ]
+    assert len(found) == STEPS and 1 in map(len, found), found
