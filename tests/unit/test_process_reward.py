@@ -180,7 +180,7 @@ def test_labels_stand_at_the_ends_of_steps(tokenizer, tmp_path):
 
 
 def test_a_cut_takes_labels_with_their_texts(tokenizer, tmp_path):
-    """At every length: exactly the labels of whole steps are left; a solution whose errors were cut off is undecided."""
+    """At every length: exactly the labels of whole steps are left; without its end no verdict is known."""
     row = {"prompt": "Two:", "steps": [" a = 1", " b = 2", " c = 3"], "labels": [True, True, False]}
     path = write(tmp_path / "x.jsonl", [row])
     whole, _ = load(path, tokenizer)
