@@ -196,8 +196,8 @@ def score(directory, configs, cases):
             engine = scoring.load_reward_model(
                 str(directory / "prm"), topology=topology, micro_batch_tokens=24 * micro, dtype="fp32"
             )
-            scorers = [Scorer(config, topology, tokenizer, load_model=lambda path, engine=engine: engine, records=lambda ids: [])
-                       for config in configs]  # fmt: skip
+            options = dict(load_model=lambda path, engine=engine: engine, records=lambda ids: [])
+            scorers = [Scorer(config, topology, tokenizer, **options) for config in configs]
             mine = share(rollout(tokenizer), topology)
             results.append((topology.data_rank, [scorer.score(mine) for scorer in scorers]))
     return results
