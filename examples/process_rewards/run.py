@@ -23,7 +23,7 @@ from reviews import train_tokenizer
 HERE = Path(__file__).resolve().parent
 STAGES = (("sft", "supervised fine-tuning"), ("prm", "process reward model"), ("rl", "RL with process rewards"))
 MOST = 9  # the largest result, also on the way
-STEPS = (3, 6)  # of a sum, least and most
+STEPS = (3, 5)  # of a sum, least and most
 SEPARATOR = ";"
 SOLVED, JUDGED, HELD_OUT, PROMPTS = 4000, 24000, 1000, 32  # SFT; PRM, its held-out ones; RL and best-of-N
 SAMPLES = 16  # of each of PROMPTS: sampler.samples_per_prompt of rl.yaml
@@ -89,11 +89,11 @@ def labelled(draw: random.Random, terms: tuple[int, ...]) -> dict:
 
 
 def planted(draw: random.Random, terms: tuple[int, ...], step: int) -> dict[int, tuple[int, int]]:
-    """A wrong result of this step, or, in one of three, a wrong term with its right result."""
+    """A wrong result of this step, or a wrong term with its right result."""
     before, term = sum(terms[: step + 1]), terms[step + 1]
     others = [result for result in range(1, MOST + 1) if result not in (before, before + term)]
     result = draw.choice(others)
-    return {step: (result - before, result) if draw.random() < 1 / 3 else (term, result)}
+    return {step: (result - before, result) if draw.random() < 0.5 else (term, result)}
 
 
 def summary(out: Path, seconds: float) -> None:

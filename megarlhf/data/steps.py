@@ -29,10 +29,10 @@ class StepDataConfig:
     {"prompt": ..., "steps": ["...", ...], "labels": [true, 0.75, null, false, ...]}: a label for each step: true,
         false, or the probability that the step is right; null where it has none.
 
-    A row is BOS prompt step separator step ... step. A step's label stands at the token that completes its separator;
-    that of the last step, which has none, at its last token. With a `placeholder` this token follows each of them, and
-    the label stands there. Rows longer than `max_length` tokens are cut at the end, with the labels of steps that do
-    not end before. A row without a label is dropped. Other keys and blank lines are ignored.
+    A row is BOS prompt step separator step ... step. A step's label stands at the token that completes its separator,
+    without spaces at its end; that of the last step, which has none, at its last token. With a `placeholder` this token
+    follows each of them, and the label stands there. Rows longer than `max_length` tokens are cut at the end, with the
+    labels of steps that do not end before. A row without a label is dropped. Other keys and blank lines are ignored.
     """
 
     train: str
@@ -160,7 +160,9 @@ class StepLoader(Loader):
             of_row = self.data.labels[self.data.offsets[row] + 1 : self.data.offsets[row + 1]]
             labels[target, : len(of_row)] = of_row
         return LabelledSteps(
-            **vars(sequences), labels=torch.from_numpy(labels), decided=torch.from_numpy(self.data.decided[mine])
+            **vars(sequences),
+            labels=torch.from_numpy(labels) * sequences.mask,  # rows that pad a batch have none
+            decided=torch.from_numpy(self.data.decided[mine]),
         )
 
 
@@ -182,15 +184,17 @@ def _solution(
     prompt = string(row, config.prompt_key)
     texts = _texts(row, config)
     given = _labels(row, config, len(texts))
-    text, plain = prompt, tokenizer.encode(prompt)  # so far, without BOS and `after`
-    ids = [*([tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []), *plain]
+    before, encoded = prompt, tokenizer.encode(prompt)  # each step is encoded behind the one before
+    ids = [*([tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []), *encoded]
     steps: list[tuple[int, float | None]] = []
+    mark = config.separator.rstrip(" ")  # its spaces are the next step's
+    space = config.separator[len(mark) :]
     for number, (step, label) in enumerate(zip(texts, given, strict=True), start=1):
-        piece = step + config.separator if number < len(texts) else step
-        more = continuation(tokenizer, text, plain, piece)
+        piece = (space if number > 1 else "") + step + (mark if number < len(texts) else "")
+        more = continuation(tokenizer, before, encoded, piece)
         if not more:
             raise ValueError(f"'{config.steps_key}': step {number} has no token")
-        text, plain = text + piece, plain + more
+        before, encoded = piece, tokenizer.encode(piece)
         ids += [*more, *after]
         if len(ids) == 1:
             raise ValueError("a step that is the row's first token has no score; give a prompt, or set add_bos")

@@ -68,24 +68,30 @@ def place(answer: Answer, prompt: list[int], response: list[int], tokenizer: Tok
 def step_ends(rollout: Rollout, tokenizer: Tokenizer, separator: str) -> Tensor:
     """(B, R) bool: the last tokens of the responses' steps, at least one a row.
 
-    A step is the text up to and including a `separator`, or the rest of the response without EOS, also if the response
-    was cut off. White space alone is no step. A step ends at the token that completes its last character. A
-    response without a step has one, which ends at its last counted token.
+    A step is the text up to a `separator` and with it, but without the spaces at its end, which tokenizers merge with
+    the next step; or the rest of the response without EOS, also if the response was cut off. White space alone is no
+    step. A step's last token is the one that completes its last character. A response without a step has one, which
+    ends at its last counted token.
     """
     ends = torch.zeros_like(rollout.mask, device="cpu")
     rows, counts = token_ids(rollout, tokenizer), rollout.mask.sum(1).tolist()
     for row, (prompt, response) in enumerate(rows):
-        found, done = [], 0
-        text = tokenizer.continuation(prompt, response)
-        while done < len(text):
-            at = text.find(separator, done)
-            end = len(text) if at < 0 else at + len(separator)
-            if text[done : None if at < 0 else at].strip():
-                found.append((end, 0.0))
-            done = end
+        found = [(end, 0.0) for end in _ends(tokenizer.continuation(prompt, response), separator)]
         columns = [column for column, _ in place(found, prompt, response, tokenizer)] if found else [counts[row] - 1]
         ends[row, columns] = True
     return ends.to(rollout.mask.device)
+
+
+def _ends(text: str, separator: str) -> list[int]:
+    """The number of characters up to the end of each step of `text`."""
+    found, done, kept = [], 0, len(separator.rstrip(" "))
+    while done < len(text):
+        at = text.find(separator, done)
+        step = text[done:] if at < 0 else text[done:at]
+        if step.strip():
+            found.append(len(text) if at < 0 else at + kept)
+        done = len(text) if at < 0 else at + len(separator)
+    return found
 
 
 def with_placeholders(rollout: Rollout, ends: Tensor, token: int) -> tuple[Sequences, Tensor]:

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from megarlhf import checkpoint, config
 from megarlhf.algorithms.process_reward import process_reward_model
 from megarlhf.cluster.parallel import Topology
+from megarlhf.config import UserError
 from megarlhf.data.steps import StepDataConfig, StepExamples, StepLoader, load_steps
+from megarlhf.data.tokenizer import token_id
 from megarlhf.train import offline, setup
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.settings import OfflineRunConfig
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +32,21 @@ class ProcessRewardConfig(OfflineRunConfig):
     """One section for each thing it configures. model.checkpoint: the SFT model."""
 
     data: StepDataConfig
+    # [right, wrong]: the head starts as the difference of the output layer's rows of these two tokens, so that a score
+    # is the difference of their logits (Math-Shepherd's "+" and "-")
+    reward_tokens: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reward_tokens is not None and (len(self.reward_tokens) != 2 or len(set(self.reward_tokens)) != 2):
+            raise ValueError(f"reward_tokens: must be two different tokens, not {list(self.reward_tokens)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(setup.Plan):
     training: StepExamples
     validation: StepExamples | None
+    reward_ids: list[int] | None  # of reward_tokens
 
 
 def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
@@ -36,6 +54,13 @@ def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
     settings.training.check_batch(settings.parallel, world_size)
     start = setup.find(settings, length=settings.data.max_length, role="reward")
     setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
+    reward_ids = None
+    if settings.reward_tokens is not None:
+        if start.source is None:
+            raise UserError(
+                "reward_tokens: are of the SFT model's output layer, so model.checkpoint is needed; give one"
+            )
+        reward_ids = [token_id(start.tokenizer, text, "reward_tokens") for text in settings.reward_tokens]
     examples, report = load_steps(settings.data.train, start.tokenizer, settings.data)
     notes, validation = [report.summary()], None
     if settings.data.validation is not None:
@@ -43,7 +68,10 @@ def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
         notes.append(report.summary())
     total = settings.training.total_steps(len(examples))
     settings.optimizer.check_steps(total)
-    return Plan(start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation)
+    return Plan(
+        start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation,
+        reward_ids=reward_ids,
+    )  # fmt: skip
 
 
 def prepare(settings: ProcessRewardConfig, plan: Plan, topology: Topology) -> Prepared:
@@ -56,6 +84,8 @@ def prepare(settings: ProcessRewardConfig, plan: Plan, topology: Topology) -> Pr
     if start.resume_from is not None:
         checkpoint.load(engine, start.resume_from / "reward", weights_only=False)
     elif start.source is not None:
+        if plan.reward_ids is not None:
+            start_from_words(engine, settings, plan)
         checkpoint.load(engine, start.source, weights_only=True, fresh=("value_head.",))
     loader = partial(StepLoader, **setup.loader_options(settings, start, topology))
 
@@ -68,6 +98,29 @@ def prepare(settings: ProcessRewardConfig, plan: Plan, topology: Topology) -> Pr
 
     banner = {"steps": f"{total} of {settings.training.global_batch_size} solutions"}
     return Prepared({"reward": engine}, engine.steps, loop, banner)
+
+
+@torch.no_grad()
+def start_from_words(engine: Engine, settings: ProcessRewardConfig, plan: Plan) -> None:
+    """Set the head's weight to the difference of the output layer's rows of the two reward tokens. The SFT model is
+    loaded for it, and freed afterwards. Call it before the trunk is loaded, which also copies the weights to the
+    optimizer. Collective."""
+    from megarlhf.models.build import build
+
+    topology, options = engine.topology, setup.model_options(settings, trains=False, total_steps=1)
+    policy = build("reference", plan.start.architecture, topology, **options)
+    checkpoint.load(policy, plan.start.source, weights_only=True)
+    for module, source in zip(engine.modules, policy.modules, strict=True):
+        if not hasattr(module, "value_head"):  # on the last stage alone
+            continue
+        shard = source.head_weight()  # this rank's rows of the vocabulary
+        difference = torch.zeros_like(shard[:1], dtype=torch.float32)
+        for token, sign in zip(plan.reward_ids, (1, -1), strict=True):
+            owner, row = divmod(token, len(shard))
+            if owner == topology.tensor_rank:
+                difference += sign * shard[row]
+        dist.all_reduce(difference, group=topology.tensor_group)
+        module.value_head.weight.copy_(difference)
 
 
 PROGRAM = Program((ProcessRewardConfig,), partial(config.load, ProcessRewardConfig), check, training(prepare))

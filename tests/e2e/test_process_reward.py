@@ -130,7 +130,61 @@ def test_rewards_of_steps_in_the_online_loop(ranks, trained, straight, tmp_path)
         assert any("," in sample["response"] for sample in samples)
 
 
+def from_words(path, cases):
+    """(scores at the ends of steps before and after an update without a learning rate, differences of the SFT model's
+    log-probs of the two reward tokens there)."""
+    import torch
+    import torch.distributed as dist
+
+    from megarlhf import checkpoint
+    from megarlhf.algorithms.process_reward import step_loss
+    from megarlhf.batch import Sequences
+    from megarlhf.cluster import parallel
+    from megarlhf.data.steps import StepLoader
+    from megarlhf.models.build import build
+    from megarlhf.train import prm
+
+    results = []
+    for overrides in cases:
+        settings = prm.PROGRAM.load(path, [*overrides, "optimizer.lr=1e-20"])
+        plan = prm.check(settings, dist.get_world_size())
+        topology = parallel.start(settings.parallel)
+        engine = prm.prepare(settings, plan, topology).models["reward"]
+        rows = next(StepLoader(plan.validation, global_batch=4).epoch_batches())
+        before = engine.forward(rows)["scores"]
+        engine.step(rows, step_loss)
+        after = engine.forward(rows)["scores"]
+        policy = build("actor", plan.start.architecture, topology, micro_batch_tokens=64, dtype="fp32")
+        checkpoint.load(policy, plan.start.source, weights_only=True)
+        expected = torch.zeros_like(before)
+        for row, column in rows.mask.nonzero().tolist():
+            texts = [torch.cat([rows.tokens[row, : column + 2], torch.tensor([token])]) for token in plan.reward_ids]
+            mask = torch.zeros(2, column + 2, dtype=torch.bool)
+            mask[:, -1] = True
+            right, wrong = policy.forward(Sequences(torch.stack(texts), mask))["logprobs"][:, -1]
+            expected[row, column] = right - wrong
+        results.append((before, after, expected))
+        parallel.stop()
+    return results
+
+
+def test_a_head_of_two_reward_tokens(ranks, trained, tmp_path):
+    """The head starts as the word head's difference of two tokens."""
+    import torch
+
+    given = [f"run={tmp_path / 'run'}", 'reward_tokens=["good", "bad"]']
+    layouts = {1: [given], 2: [[*given, "parallel.tensor=2"], [*given, "parallel.pipeline=2"]]}
+    for world_size, cases in layouts.items():
+        for answers in ranks.run(world_size, from_words, trained[1], cases):
+            for before, after, expected in answers:
+                assert expected.std() > 0.05
+                torch.testing.assert_close(before, expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
 BAD = {
+    "one reward token": (['reward_tokens=["a", "a"]'], "reward_tokens: must be two different tokens, not ['a', 'a']"),
+    "no reward token": (['reward_tokens=["a", "a b c"]'], "reward_tokens: 'a b c' is not one token"),
     "no separator": (["data.separator="], "data.separator"),
     "nothing is left": (["data.max_length=6"], "no solution is left: give a file with labels, or raise max_length"),
     "data of sft": (["data.train={sft}"], "no key 'steps' (found: prompt, response); 160 of 160 lines are malformed"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf import config as configuration
 from megarlhf.algorithms.process_reward import found_errors, response_score, step_loss
 from megarlhf.batch import LabelledSteps
 from megarlhf.config import UserError
@@ -166,6 +165,8 @@ def test_labels_stand_at_the_ends_of_steps(tokenizer, tmp_path):
         f"{report.path}: 2 solutions, {len(examples.tokens)} tokens, 3 labelled steps, 2 wrong, the first error known "
         "in 1"
     )
+    whole = "Two plus two: a = 1\n b = 2\n c = 3"  # the tokens are those of the whole text, as a policy learns it
+    assert examples.row(0)[0].tolist() == [tokenizer.bos_id, *tokenizer.encode(whole)]
     with_text, _ = load(report.path, tokenizer, separator=" ;;", add_bos=False)
     assert ends_of(with_text, tokenizer)[0] == ("Two plus two: a = 1 ;;", 1.0)
     placed, _ = load(report.path, tokenizer, placeholder="<step>")
@@ -285,16 +286,12 @@ def test_batches_have_the_labels_of_their_rows(tokenizer, tmp_path):
         seen = []
         for rank in range(size):
             for part in StepLoader(examples, global_batch=6, dp_rank=rank, dp_size=size).epoch_batches():
-                assert not part.labels[~part.mask].any() or size == 1 or not part.mask.all()
+                assert not part.labels[~part.mask].any()
                 for row in range(len(part)):
                     values = part.labels[row][part.mask[row]].tolist()
                     seen.append(tuple(values))
-                    if not values:
-                        assert not part.mask[row].any()
         assert sorted(filter(None, seen)) == sorted((i / 16,) * (1 + i % 4) for i in range(13))
     assert len(StepLoader(examples, global_batch=6).batch(3)) == 6
-    loader = configuration.from_dict(StepDataConfig, {"train": "x", "separator": ";"}, "here")
-    assert loader.separator == ";"
 
 
 # ---------------------------------------------------------------------------------- ends of steps of responses
@@ -350,6 +347,41 @@ def test_ends_of_steps(tokenizer):
     cut = rollout_of(tokenizer, responses[:1], cut=count)
     ends = step_ends(cut, tokenizer, ";")
     assert texts_up_to_ends(cut, ends, tokenizer) == [["a = 1;", "a = 1; b"]]
+
+
+def same_ends(tokenizer, path):
+    """Training and scoring read a solution at the same tokens; its tokens are those of the whole text."""
+    draw = np.random.RandomState(0)
+    words = [" a = 1", " the sea", "b: 2.", " é ü", "Step 3:", "so it is", "  two", "#"]
+    rows = []
+    for _ in range(40):
+        steps = ["".join(draw.choice(words, draw.randint(1, 4))) for _ in range(draw.randint(1, 6))]
+        rows.append({"prompt": "Two plus two:", "steps": steps, "labels": [1.0] * len(steps)})
+    count = len(tokenizer.encode("Two plus two:"))
+    for separator in ("\n", "\n\n", "; "):
+        examples, report = load(write(path, rows), tokenizer, separator=separator, add_bos=False)
+        assert not report.joined
+        for row in range(len(examples)):
+            tokens, mask, _ = examples.row(row)
+            text = "Two plus two:" + separator.join(rows[row]["steps"])
+            assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer.encode(text))
+            padded = torch.tensor([[*tokens, tokenizer.eos_id]])
+            rollout = dataclasses.replace(
+                make_rollout(1), tokens=padded, segments=torch.ones_like(padded), prompt_len=count,
+                mask=torch.ones(1, padded.shape[1] - count, dtype=torch.bool),
+                logprobs=torch.zeros(1, padded.shape[1] - count),
+            )  # fmt: skip
+            ends = step_ends(rollout, tokenizer, separator)[0].tolist()
+            assert ends == [*mask[count:], False], (text, tokens)
+
+
+def test_training_and_scoring_read_the_same_tokens(tokenizer, tmp_path):
+    same_ends(tokenizer, tmp_path / "x.jsonl")
+
+
+@pytest.mark.shared
+def test_training_and_scoring_read_the_same_tokens_of_byte_level_bpe(shared, tmp_path):
+    same_ends(load_tokenizer(shared / "fixtures" / "hf" / "tiny_gpt2"), tmp_path / "x.jsonl")
 
 
 def test_placeholders_stand_behind_the_ends(tokenizer):
