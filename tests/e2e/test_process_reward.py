@@ -172,7 +172,7 @@ def test_a_head_of_two_reward_tokens(ranks, trained, tmp_path):
     """The head starts as the word head's difference of two tokens."""
     import torch
 
-    given = [f"run={tmp_path / 'run'}", 'reward_tokens=["good", "bad"]']
+    given = [f"run={tmp_path / 'run'}", 'reward_tokens=["e", "o"]']
     layouts = {1: [given], 2: [[*given, "parallel.tensor=2"], [*given, "parallel.pipeline=2"]]}
     for world_size, cases in layouts.items():
         for answers in ranks.run(world_size, from_words, trained[1], cases):
