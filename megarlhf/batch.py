@@ -159,6 +159,16 @@ class Comparisons(Sequences):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelledSteps(Sequences):
+    """Solutions with labels of their steps. `mask` is True at the ends of labelled steps; nowhere in rows that pad a
+    batch."""
+
+    labels: Tensor  # (B, R) float32: the probability that the step is right, 0 outside the mask
+    # (B,) bool: the first wrong step is known, or that there is none: all steps before it are labelled, and not cut
+    decided: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ratings(Sequences):
     """Single responses marked good or bad. `mask` is True at the tokens of the response; nowhere in rows that pad a
     batch.

@@ -16,12 +16,13 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.algorithms.process_reward import response_score
 from megarlhf.algorithms.reward import final_scores
 from megarlhf.batch import Rollout, Scores
 from megarlhf.cluster.parallel import Topology
@@ -30,7 +31,7 @@ from megarlhf.data.tokenizer import Tokenizer, token_id
 from megarlhf.experience import sources
 from megarlhf.experience.running import Moments
 from megarlhf.experience.sources import FunctionScorer, Record, RemoteScorer
-from megarlhf.experience.texts import Placed, decoded, place, token_ids
+from megarlhf.experience.texts import Placed, decoded, place, step_ends, token_ids, with_placeholders
 from megarlhf.experience.verifiers import Verifier, VerifyConfig
 from megarlhf.metrics import Metric, Variance
 
@@ -57,7 +58,12 @@ class SourceConfig(VerifyConfig):
     weight: float = 1.0
     clip: tuple[float, ...] | None = None  # [low, high] of each of the source's numbers, before anything else
     normalize: bool = False  # then subtract their running mean and divide by their running standard deviation
-    step_token: str | None = None  # checkpoint: score at each of these tokens, not at the last (process reward models)
+    step_token: str | None = None  # checkpoint: score at each of these tokens, not at the last
+    # checkpoint: a process reward model, of `megarlhf prm`. each: the probability that a step is right is the score of
+    # its last token; min, product and last: the response's score is that of its steps' probabilities
+    steps: Literal["each", "min", "product", "last"] | None = None
+    separator: str = "\n"  # steps: between two steps of a response, as in the data of its training
+    placeholder: str | None = None  # steps: the token after each step at which it scores, if it was trained with one
     timeout: float = 60.0  # url: seconds for one request
     retries: int = 5  # url: of a request that got no answer, or HTTP 408, 429 or 5xx
     batch_size: int = 64  # url: responses a request
@@ -79,6 +85,12 @@ class SourceConfig(VerifyConfig):
             raise ValueError(f"clip: must be [low, high] with low < high, not {list(self.clip)}")
         if self.step_token is not None and self.checkpoint is None:
             raise ValueError("step_token: is for a checkpoint; functions and servers answer with [end, score] pairs")
+        if self.steps is not None and (self.checkpoint is None or self.step_token is not None):
+            raise ValueError("steps: is for a checkpoint of megarlhf prm, without step_token; remove one of them")
+        if self.steps is None and (self.separator != "\n" or self.placeholder is not None):
+            raise ValueError("separator: separator and placeholder are of process reward models; give steps, too")
+        if not self.separator:
+            raise ValueError("separator: is empty; give the text between two steps")
         self.check_options()
 
 
@@ -149,6 +161,11 @@ class Scorer:
             for k, source in numbered
             if source.step_token is not None
         }
+        self.placeholders = {
+            k: token_id(tokenizer, source.placeholder, "placeholder")
+            for k, source in numbered
+            if source.placeholder is not None
+        }
         self.moments = {k: Moments() for k, source in numbered if source.normalize}
 
     def score(self, rollout: Rollout, *, held_out: Callable[[list[int]], list[Record]] | None = None) -> Scores:
@@ -210,12 +227,31 @@ class Scorer:
             self.moments[k] = Moments() if None in parts.values() else Moments(**parts)
 
     def _read(self, k: int, model: Engine, read: Rollout) -> Numbers:
+        if self.config.sources[k].steps is not None:
+            return self._judged(k, model, read)
         scores = model.forward(read)["scores"]
         whole, columns = torch.ones_like(read.mask[:, :1]), torch.zeros_like(read.mask)
         if k in self.steps:
             whole, columns = ~whole, read.mask & (read.tokens[:, read.prompt_len :] == self.steps[k])
         given = torch.cat([whole, columns], 1)
         return torch.where(given, torch.cat([final_scores(scores, read.mask)[:, None], scores], 1), 0), given
+
+    def _judged(self, k: int, model: Engine, read: Rollout) -> Numbers:
+        """The probabilities of a process reward model for the steps, or what they say of the response."""
+        source, count = self.config.sources[k], len(read)
+        ends = step_ends(read, self.tokenizer, source.separator)
+        if k in self.placeholders:
+            rows, places = with_placeholders(read, ends, self.placeholders[k])
+            chances = torch.zeros_like(ends, dtype=torch.float32)
+            chances[ends] = model.forward(rows)["scores"].sigmoid()[places]
+        else:
+            chances = model.forward(dataclasses.replace(read, mask=ends))["scores"].sigmoid()
+        if source.steps == "each":
+            given = torch.cat([ends.new_zeros(count, 1), ends], 1)
+            return torch.where(given, torch.cat([chances.new_zeros(count, 1), chances], 1), 0), given
+        whole = response_score(chances, ends, source.steps)[:, None]
+        given = torch.cat([ends.new_ones(count, 1), torch.zeros_like(ends)], 1)
+        return torch.cat([whole, torch.zeros_like(chances)], 1), given
 
     def _adjusted(self, k: int, values: Tensor, given: Tensor, *, moving: bool) -> Tensor:
         """The numbers of source k clipped, normalised and weighted; `moving`: its moments with them. Collective."""

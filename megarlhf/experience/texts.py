@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megarlhf.batch import Rollout
+import torch
+from torch import Tensor
+
+from megarlhf.batch import Rollout, Sequences
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience.sources import Answer
 
@@ -60,3 +63,54 @@ def place(answer: Answer, prompt: list[int], response: list[int], tokenizer: Tok
             start, read, done = read, count, done + same
             before = tokenizer.decode(ids[start:read])
     return found
+
+
+def step_ends(rollout: Rollout, tokenizer: Tokenizer, separator: str) -> Tensor:
+    """(B, R) bool: the last tokens of the responses' steps, at least one a row.
+
+    A step is the text up to a `separator` and with it, but without the spaces at its end, which tokenizers merge with
+    the next step; or the rest of the response without EOS, also if the response was cut off. White space alone is no
+    step. A step's last token is the one that completes its last character. A response without a step has one, which
+    ends at its last counted token.
+    """
+    ends = torch.zeros_like(rollout.mask, device="cpu")
+    rows, counts = token_ids(rollout, tokenizer), rollout.mask.sum(1).tolist()
+    for row, (prompt, response) in enumerate(rows):
+        found = [(end, 0.0) for end in _ends(tokenizer.continuation(prompt, response), separator)]
+        columns = [column for column, _ in place(found, prompt, response, tokenizer)] if found else [counts[row] - 1]
+        ends[row, columns] = True
+    return ends.to(rollout.mask.device)
+
+
+def _ends(text: str, separator: str) -> list[int]:
+    """The number of characters up to the end of each step of `text`."""
+    found, done, kept = [], 0, len(separator.rstrip(" "))
+    while done < len(text):
+        at = text.find(separator, done)
+        step = text[done:] if at < 0 else text[done:at]
+        if step.strip():
+            found.append(len(text) if at < 0 else at + kept)
+        done = len(text) if at < 0 else at + len(separator)
+    return found
+
+
+def with_placeholders(rollout: Rollout, ends: Tensor, token: int) -> tuple[Sequences, Tensor]:
+    """(the rows with `token` after each of the tokens `ends` (B, R), padded at the right, of which the placeholders
+    count; (B, R') bool: their columns). Their row-major order is that of `ends`."""
+    first, rows = rollout.prompt_len, []
+    for tokens, segments, marks in zip(rollout.tokens.cpu(), rollout.segments.cpu(), ends.cpu(), strict=True):
+        after = torch.nn.functional.pad(marks, (first, 0))
+        real = segments > 0
+        times = (1 + after.long())[real]  # each token, and the placeholder after it
+        ids = tokens[real].repeat_interleave(times)
+        added = torch.zeros_like(ids, dtype=torch.bool)
+        added[times.cumsum(0)[after[real]] - 1] = True
+        rows.append((torch.where(added, token, ids), added))
+    length = max(len(ids) for ids, _ in rows)
+    tokens, mask, segments = (
+        torch.zeros(len(rows), length, dtype=kind) for kind in (torch.long, torch.bool, torch.long)
+    )
+    for row, (ids, added) in enumerate(rows):
+        tokens[row, : len(ids)], mask[row, : len(ids)], segments[row, : len(ids)] = ids, added, 1
+    whole = Sequences(tokens, mask[:, 1:], segments).to(rollout.mask.device)
+    return whole, whole.mask

@@ -8,16 +8,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megarlhf import checkpoint
+from megarlhf import config as configuration
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
+from megarlhf.data.steps import check_separator
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
 from megarlhf.experience import sandbox
 from megarlhf.experience.answers import PATTERN_SECONDS
-from megarlhf.experience.scorer import Scorer, ScoringConfig
+from megarlhf.experience.scorer import Scorer, ScoringConfig, SourceConfig
 from megarlhf.experience.sources import FunctionScorer, Record
 from megarlhf.experience.verifiers import Verifier
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout
+from megarlhf.train.settings import RUN_FILE
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
@@ -52,12 +55,33 @@ def check_sources(
             sandbox.check(Verifier(source).limits)
         if source.step_token is not None:
             token_id(tokenizer, source.step_token, "step_token")
+        if source.steps is not None:
+            check_separator(tokenizer, source.separator, "separator")
+            notes += trained_otherwise(source)
+        length = prompt_length + response_length
+        if source.placeholder is not None:
+            token_id(tokenizer, source.placeholder, "placeholder")
+            length += response_length  # a placeholder after each token at most
         if source.checkpoint is not None:
-            note = check_reward_model(
-                source.checkpoint, tokenizer, parallel, vocab_size=vocab_size, length=prompt_length + response_length
-            )
+            note = check_reward_model(source.checkpoint, tokenizer, parallel, vocab_size=vocab_size, length=length)
             notes += [note] if note else []
     return notes
+
+
+def trained_otherwise(source: SourceConfig) -> list[str]:
+    """A note for each key of a source with `steps` that differs from the configuration in the checkpoint."""
+    path = find_model(source.checkpoint, "reward").parent / RUN_FILE
+    if not path.is_file():
+        return [f"{source.checkpoint}: came without {RUN_FILE}, so its separator and placeholder are not checked"]
+    data = configuration.read(path, "the configuration", "use another checkpoint").get("data")
+    data = data if isinstance(data, dict) else {}
+    if "separator" not in data:
+        return [f"{source.checkpoint}: is no checkpoint of megarlhf prm, so its scores may be no logits of steps"]
+    return [
+        f"{source.checkpoint}: {key} is {getattr(source, key)!r}, but it was trained with {data.get(key)!r}"
+        for key in ("separator", "placeholder")
+        if data.get(key) != getattr(source, key)
+    ]
 
 
 def record_check(config: ScoringConfig) -> Callable[[Record], None]:

@@ -25,6 +25,7 @@ from tests.ranks import ROOT
 
 EXAMPLES = ROOT / "examples"
 PATTERN = "a.*e"  # in some responses of a random model
+SEPARATOR = ","  # of steps, which the tiny tokenizer keeps
 FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
 
 
@@ -59,6 +60,8 @@ def tiny_files(settings: Any, directory: Path) -> list[str]:
         for source in values["scoring.sources"]:
             if source["verify"] is not None:  # a random model has no right answer, and without one there is no gradient
                 source |= {"verify": "regex", "pattern": PATTERN}
+            if source["steps"] is not None:
+                source["separator"] = SEPARATOR
         if settings.evaluation is not None:
             values["evaluation.prompts.path"] = str(directory / "held_out.jsonl")
         for section in ("critic", "reference"):
@@ -69,6 +72,8 @@ def tiny_files(settings: Any, directory: Path) -> list[str]:
     else:
         values["data.train"] = values["data.validation"] = str(directory / f"{program}.jsonl")
         values["training.steps"] = max(1, settings.optimizer.warmup_steps)  # an epoch of these files is too short
+        if hasattr(settings.data, "separator"):
+            values["data.separator"] = SEPARATOR
         if getattr(settings, "normalization", None) is not None:
             values["normalization.prompts.path"] = str(directory / "prompts.jsonl")
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -150,7 +155,9 @@ def directory(ranks, tmp_path_factory) -> Path:
     reviews = list(runs.reviews.reviews(40, seed=5))
     pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
              for prompt, better, worse in runs.reviews.preferences(40, seed=6)]  # fmt: skip
+    solutions = [{"prompt": "a", "steps": ["great film", "bad plot"], "labels": [True, 0.25]}] * 40
     files = {
+        "ProcessRewardConfig": solutions,
         "SFTConfig": [{"prompt": review.prompt, "response": review.response} for review in reviews],
         "RewardConfig": pairs,
         "DPOConfig": pairs,

@@ -15,6 +15,7 @@ from megarlhf import config
 from megarlhf.config import UserError
 from megarlhf.train import rl_config
 from megarlhf.train.generate import GenerateConfig
+from megarlhf.train.prm import ProcessRewardConfig
 from megarlhf.train.reward import RewardConfig
 from megarlhf.train.serve_reward import ServeRewardConfig
 from megarlhf.train.sft import SFTConfig
@@ -39,6 +40,7 @@ SMALLEST: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "reward": (RewardConfig, {**RUN, "data": DATA}),
     "reward, normalised": (RewardConfig, {**RUN, "data": DATA, "normalization": {"prompts": PROMPTS}}),
+    "prm": (ProcessRewardConfig, {**RUN, "data": DATA}),
     "ppo": (PPO, {**RUN, "prompts": PROMPTS, "scoring": SCORING}),
     "ppo, all sections": (
         PPO,
