@@ -15,9 +15,11 @@ import torch
 
 from megarlhf.batch import Comparisons
 from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.conversations import Turns, encode, turns
+from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import Loader, rows_of_step
-from megarlhf.data.sft import Examples, continuation
+from megarlhf.data.sft import Examples
+from megarlhf.data.shapes import is_hh
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.stream import shares
 
@@ -32,7 +34,10 @@ class PreferenceDataConfig:
     {"prompt": ..., "responses": [...], "ranks": [2, 0, 1, 2]}: all of them ranked, one 0 for the best; equal ranks are
         ties.
 
-    A response becomes BOS prompt response EOS, and its score is read at the last token. Other keys and blank lines are
+    A response becomes BOS prompt response EOS, and its score is read at the last token. Prompts and responses may be
+    lists of messages, which the chat template renders (data/conversations.py); a response that is a list goes on from
+    the prompt or is the whole conversation. Without a prompt the responses are whole conversations, of messages or as
+    Anthropic's HH writes them, and what they share at the beginning is the prompt. Other keys and blank lines are
     ignored. Rows longer than `max_length` tokens are cut at the end. A prompt is dropped if a better and a worse
     response are then equal.
     """
@@ -197,41 +202,35 @@ def _comparison(
 ) -> tuple[list[tuple[list[int], list[bool]]], list[int], float]:
     """(each response's row, their ranks, margin) of a line, the best first; ValueError says what is wrong with it. A
     row is (ids of prompt and response, True where the response's are)."""
-    prompt = string(row, config.prompt_key)
     margin = 0.0
     if config.responses_key in row:
         responses = _responses(row, config)
         ranks = _ranks(row, config)
     else:
-        responses = {key: string(row, key) for key in (config.chosen_key, config.rejected_key)}
+        responses = {key: turns(row, key) for key in (config.chosen_key, config.rejected_key)}
         ranks = [0, 1]
         if config.num_responses != 2:
             raise ValueError(f"a pair, where num_responses is {config.num_responses}")
         if config.margin_key in row:
             margin = _margin(row[config.margin_key], config.margin_key)
-    for name, response in responses.items():
-        if not response.strip():
-            raise ValueError(f"'{name}' is empty")
-    before = tokenizer.encode(prompt)
-    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
-    eos = [tokenizer.eos_id] if config.add_eos else []
-    answers = [[*continuation(tokenizer, prompt, before, text), *eos] for text in responses.values()]
-    before = [*bos, *before]
-    rows = [(before + ids, [False] * len(before) + [True] * len(ids)) for ids in answers]
+    whole = config.prompt_key not in row and all(isinstance(one, list) or is_hh(one) for one in responses.values())
+    prompt = None if whole else turns(row, config.prompt_key)
+    options = dict(add_bos=config.add_bos, add_eos=config.add_eos, key=config.prompt_key)
+    rows = [(one.ids, one.mask) for one in encode(tokenizer, prompt, responses, **options)]
     if min(len(ids) for ids, _ in rows) < 2:
         raise ValueError("a single token, which has no score; give a prompt, or set add_bos or add_eos")
     order = sorted(range(len(rows)), key=lambda index: ranks[index])
     return [rows[index] for index in order], [ranks[index] for index in order], margin
 
 
-def _responses(row: dict[str, Any], config: PreferenceDataConfig) -> dict[str, str]:
+def _responses(row: dict[str, Any], config: PreferenceDataConfig) -> dict[str, Turns]:
     """{name for messages: response}."""
     responses, size = row[config.responses_key], config.num_responses
     if not isinstance(responses, list) or len(responses) != size:
         found = len(responses) if isinstance(responses, list) else type(responses).__name__
         raise ValueError(f"'{config.responses_key}' must be a list of num_responses {size}, not {found}")
     named = {f"{config.responses_key}[{index}]": response for index, response in enumerate(responses)}
-    return {name: string(named, name) for name in named}
+    return {name: turns(named, name) for name in named}
 
 
 def _ranks(row: dict[str, Any], config: PreferenceDataConfig) -> list[int]:

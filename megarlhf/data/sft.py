@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarlhf.config import UserError
+from megarlhf.data.conversations import encode, encode_prompt, messages, turns
 from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.tokenizer import Tokenizer
 
@@ -22,7 +23,8 @@ class SFTDataConfig:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}: the tokenizer's chat
         template renders it, with its own BOS and end-of-turn tokens; the loss is on the assistant's turns.
-    {"prompt": ..., "response": ...}: BOS prompt response EOS; the loss is on the response and EOS.
+    {"prompt": ..., "response": ...}: BOS prompt response EOS; the loss is on the response and EOS. Either may be a
+        list of messages; then the chat template renders both, and the loss is on the assistant's turns of the response.
     {"text": ...}: BOS text EOS; the loss is on everything.
 
     Other keys and blank lines are ignored. Rows longer than `max_length` tokens are cut at the end, EOS included, so
@@ -170,47 +172,19 @@ def _example(row: dict[str, Any], tokenizer: Tokenizer, config: SFTDataConfig) -
     """(ids, mask) of a line; ValueError says what is wrong with it."""
     everything = config.loss_on == "all"
     if config.messages_key in row:
-        ids, mask = tokenizer.chat(_messages(row[config.messages_key], config.messages_key))
+        ids, mask = tokenizer.chat(messages(row[config.messages_key], config.messages_key))
         if not any(mask):
             raise ValueError("no assistant message to learn from")
         return ids, [True] * len(ids) if everything else mask
-    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     if config.prompt_key in row or config.response_key in row:
-        prompt, response = string(row, config.prompt_key), string(row, config.response_key)
-        if not response.strip():
-            raise ValueError(f"'{config.response_key}' is empty")
-        before = tokenizer.encode(prompt)
-        answer = [*continuation(tokenizer, prompt, before, response), tokenizer.eos_id]
-        before = bos + before
-        return before + answer, [everything] * len(before) + [True] * len(answer)
+        prompt, answers = turns(row, config.prompt_key), {config.response_key: turns(row, config.response_key)}
+        (one,) = encode(tokenizer, prompt, answers, add_bos=config.add_bos, key=config.prompt_key)
+        return one.ids, [True] * len(one.ids) if everything else one.mask
     if config.text_key in row:
         text = string(row, config.text_key)
         if not text.strip():
             raise ValueError(f"'{config.text_key}' is empty")
-        ids = [*bos, *tokenizer.encode(text), tokenizer.eos_id]
+        ids = [*encode_prompt(tokenizer, text, add_bos=config.add_bos), tokenizer.eos_id]
         return ids, [True] * len(ids)
     wanted = f"'{config.messages_key}', '{config.response_key}' or '{config.text_key}'"
     raise ValueError(f"none of the keys {wanted} (found: {', '.join(row)})")
-
-
-def continuation(tokenizer: Tokenizer, prompt: str, before: list[int], response: str) -> list[int]:
-    """The ids of `response` after `prompt`, whose ids `before` must not change: generation encodes the prompt alone.
-    Both are encoded together if that keeps `before`, because SentencePiece puts a space before a separate text; the
-    response is encoded alone if a token would cross the boundary."""
-    together = tokenizer.encode(prompt + response)
-    return together[len(before) :] if together[: len(before)] == before else tokenizer.encode(response)
-
-
-def _messages(messages: Any, key: str) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"'{key}' must be a list of messages")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise ValueError(f"'{key}': message {number} must have a role and a content")
-        try:
-            role, content = string(message, "role"), string(message, "content")
-        except ValueError as error:
-            raise ValueError(f"'{key}': message {number}: {error}")
-        if role == "assistant" and not content.strip():
-            raise ValueError(f"'{key}': message {number}: the assistant's content is empty")
-    return messages

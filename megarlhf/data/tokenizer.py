@@ -117,15 +117,24 @@ class Tokenizer(ABC):
     def tokens(self) -> dict[int, str]:
         """The vocabulary: the token of each id, spelt as in the tokenizer's files ("▁the", "Ġthe", "</s>")."""
 
-    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    def chat(self, messages: list[Message], *, after: int = 0) -> tuple[list[int], list[bool]]:
         """A conversation in the tokenizer's chat template -> (ids, mask), the mask True on the assistant's tokens:
         its content and the token that ends its turn. A template with {% generation %} blocks marks them itself;
-        otherwise the conversation is rendered up to each turn.
+        otherwise the conversation is rendered up to each turn. `after`: the first messages are a prompt, in which
+        nothing counts; their ids begin with `chat_prompt` of them.
 
         Raises UserError if there is no chat template, ValueError (without a place: the caller knows the line) if the
         template refuses `messages`, or renders the beginning of a longer conversation differently.
         """
-        raise UserError(
+        raise self._no_template()
+
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation in the chat template up to where the assistant's next turn begins (the generation
+        prompt). Raises as `chat` does."""
+        raise self._no_template()
+
+    def _no_template(self) -> UserError:
+        return UserError(
             f"{self.path}: the tokenizer has no chat template; use one that has, or write the conversations out as "
             "prompt and response"
         )
@@ -214,37 +223,58 @@ class _HuggingFace(Tokenizer):
     def tokens(self) -> dict[int, str]:
         return {token: name for name, token in self._model.get_vocab().items()}
 
-    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        template = self._model.chat_template
-        if isinstance(template, dict):  # several, by name
-            template = template.get("default")
-        if template is None:
-            return super().chat(messages)
+    def chat(self, messages: list[Message], *, after: int = 0) -> tuple[list[int], list[bool]]:
+        template = self._template()
+        prompt = self.chat_prompt(messages[:after]) if after else []
         # Only the tokenizers of the Rust library know which character a token comes from.
         if self._model.is_fast and _GENERATION_BLOCK.search(template):
             out = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
+            ids, mask = list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
+            self._check_prompt(prompt, ids)
+            return ids, [False] * len(prompt) + mask[len(prompt) :]
 
         ids = self._chat_ids(messages)
+        self._check_prompt(prompt, ids)
         mask = [False] * len(ids)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or index < after:
                 continue
             if index == 0:
                 raise ValueError("the assistant speaks first; begin the conversation with a user or system message")
-            before = self._chat_ids(messages[:index], add_generation_prompt=True)
-            after = self._chat_ids(messages[: index + 1])
-            if after[: len(before)] != before or ids[: len(after)] != after:
+            before = self.chat_prompt(messages[:index])
+            end = self._chat_ids(messages[: index + 1])
+            if end[: len(before)] != before or ids[: len(end)] != end:
                 raise ValueError(
                     f"message {index + 1}: its tokens cannot be told apart, because the chat template changes the "
                     "beginning of a conversation as it goes on; use a template with {% generation %} blocks, or "
                     "conversations that end with their only assistant message"
                 )
-            end = len(after)
-            if self.eos_id in after[len(before) :]:  # templates write a line break after it, which does not count
-                end -= after[::-1].index(self.eos_id)
-            mask[len(before) : end] = [True] * (end - len(before))
+            stop = len(end)
+            if self.eos_id in end[len(before) :]:  # templates write a line break after it, which does not count
+                stop -= end[::-1].index(self.eos_id)
+            mask[len(before) : stop] = [True] * (stop - len(before))
         return ids, mask
+
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        self._template()
+        return self._chat_ids(messages, add_generation_prompt=True)
+
+    def _template(self) -> str:
+        template = self._model.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        if template is None:
+            raise self._no_template()
+        return template
+
+    def _check_prompt(self, prompt: list[int], ids: list[int]) -> None:
+        if ids[: len(prompt)] != prompt:
+            at = next((i for i, pair in enumerate(zip(prompt, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+            raise ValueError(
+                "the chat template writes the prompt differently when an answer follows "
+                f"({self.decode(prompt[at : at + 8])!r} is then {self.decode(ids[at : at + 8])!r}), so a policy would "
+                "not see what is learned here; use a template that keeps the prompt and the generation prompt"
+            )
 
     def _chat_ids(self, messages: list[Message], *, add_generation_prompt: bool = False) -> list[int]:
         return self.encode(self._render(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
