@@ -16,15 +16,20 @@ import torch
 
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.conversations import Turns, check_prompt, messages, turns
+from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import rows_of_step
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """The data of prompts: a file with {"prompt": ...} on every line. The other keys (an answer, tests) reach the
-    reward functions and servers. Blank lines are ignored."""
+    """The data of prompts: a file with {"prompt": ...} or {"messages": [...]} on every line. The other keys (an answer,
+    tests) reach the reward functions and servers. Blank lines are ignored.
+
+    Messages, which `prompt` may be, too, are rendered with the tokenizer's chat template and its generation prompt. A
+    conversation that is longer than `length` is dropped, not cut: its end is where the assistant's turn begins, and its
+    beginning is the template's."""
 
     path: str
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
@@ -34,6 +39,7 @@ class PromptsConfig:
     add_bos: bool = True  # if the tokenizer has a BOS; never cut away
     max_bad_fraction: float = 0.0  # a larger share of malformed or empty lines stops the program; 0: any does
     prompt_key: str = "prompt"
+    messages_key: str = "messages"  # of lines without prompt_key
 
     def __post_init__(self):
         if self.length < 2:
@@ -52,16 +58,21 @@ class PromptSet:
     """Tokenized prompts of at most P tokens, with their texts and the other keys of their lines."""
 
     tokens: list[np.ndarray]  # K of (length,) int64
-    texts: list[str]
+    texts: list[str]  # of a conversation: its tokens' text, without a leading BOS
     others: list[bytes]  # the other keys of each line, as a JSON object: 0.3 to 0.7 times the memory of parsed ones
     prompt_key: str = "prompt"
+    whole: frozenset[int] = frozenset()  # the prompts of which `others` has every key: conversations
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def records(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
         """The lines of these prompts, every key. New objects, which the caller may change."""
-        return [{self.prompt_key: self.texts[row], **json.loads(self.others[row])} for row in prompt_ids]
+        return [self._record(row) for row in prompt_ids]
+
+    def _record(self, row: int) -> dict[str, Any]:
+        other = json.loads(self.others[row])
+        return other if row in self.whole else {self.prompt_key: self.texts[row], **other}
 
     def rows(self, rows: np.ndarray, sequence_ids: np.ndarray, *, length: int, pad_id: int) -> Prompts:
         """The prompts `rows` as a left-padded batch, (B, P)."""
@@ -81,7 +92,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines: their numbers in `truncated`, `dropped` and `long`; `bad` has (number, reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -90,6 +101,7 @@ class PromptReport:
     length: int
     truncated: tuple[int, ...]
     dropped: tuple[int, ...]
+    long: tuple[int, ...]
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
@@ -98,6 +110,9 @@ class PromptReport:
             f"{self.path}: {self.num_prompts} prompts, {self.num_tokens} tokens",
             places(self.path, f"cut to {self.length} tokens", [(line, "") for line in self.truncated]),
             places(self.path, "dropped (no start_text or end_text)", [(line, "") for line in self.dropped]),
+            places(
+                self.path, f"dropped (conversations of more than {self.length} tokens)", [(k, "") for k in self.long]
+            ),
             places(self.path, "malformed and skipped", list(self.bad)),
         ]
         return "; ".join(part for part in parts if part)
@@ -119,31 +134,42 @@ def load_prompts(
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     room = config.length - len(bos)
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
-    tokens, texts, others, truncated, dropped = [], [], [], [], []
+    tokens, texts, others, whole, truncated, dropped, long = [], [], [], set(), [], [], []
     records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
 
-    def convert(row: dict[str, Any]) -> tuple[str, bytes]:
-        parts = _parts(row, config.prompt_key, keep_records)
+    def convert(row: dict[str, Any]) -> tuple[str | list[int], bytes]:
+        """The prompt as a text, or as the ids of a conversation."""
+        prompt, other = _parts(row, config, keep_records)
         check_record(row)
-        return parts
+        return prompt if isinstance(prompt, str) else tokenizer.chat_prompt(prompt), other
 
-    for line, (text, other) in records.read(convert):
-        body = text
-        if config.start_text is not None:
-            _, found, body = text.partition(config.start_text)
-            if not found or not body.strip():
-                dropped.append(line)
+    for line, (prompt, other) in records.read(convert):
+        if isinstance(prompt, str):
+            body = text = prompt
+            if config.start_text is not None:
+                _, found, body = text.partition(config.start_text)
+                if not found or not body.strip():
+                    dropped.append(line)
+                    continue
+            ids = tokenizer.encode(body)
+            if len(ids) > room:
+                truncated.append(line)
+                ids = ids[:room] if config.truncate == "end" else ids[-room:]
+            if end is not None:
+                if end not in ids:
+                    dropped.append(line)
+                    continue
+                ids = ids[: len(ids) - ids[::-1].index(end)]
+            ids = bos + ids
+        else:
+            ids = prompt
+            if len(ids) > config.length:
+                long.append(line)
                 continue
-        ids = tokenizer.encode(body)
-        if len(ids) > room:
-            truncated.append(line)
-            ids = ids[:room] if config.truncate == "end" else ids[-room:]
-        if end is not None:
-            if end not in ids:
-                dropped.append(line)
-                continue
-            ids = ids[: len(ids) - ids[::-1].index(end)]
-        tokens.append(np.array(bos + ids, np.int64))
+            text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_id] :])
+            if keep_records:
+                whole.add(len(tokens))
+        tokens.append(np.array(ids, np.int64))
         texts.append(text)
         others.append(other)
     report = PromptReport(
@@ -154,25 +180,38 @@ def load_prompts(
         length=config.length,
         truncated=tuple(truncated),
         dropped=tuple(dropped),
+        long=tuple(long),
         bad=tuple(records.bad),
     )
     if not tokens:
-        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some")
-    return PromptSet(tokens, texts, others, config.prompt_key), report
+        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some, or raise length")
+    return PromptSet(tokens, texts, others, config.prompt_key, frozenset(whole)), report
 
 
-def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, bytes]:
-    """The prompt of a line, and its other keys as JSON."""
-    text = string(row, key)
-    if not text.strip():
-        raise ValueError(f"'{key}' is empty")
+def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tuple[Turns, bytes]:
+    """The prompt of a line, and its other keys as JSON; of a conversation every key."""
+    key = config.prompt_key
+    if key not in row and config.messages_key in row:
+        key = config.messages_key
+        prompt = messages(row[key], key)
+    else:
+        prompt = turns(row, key)
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(f"'{key}' is empty")
+        rest, named = {name: value for name, value in row.items() if name != key}, f"the keys beside '{key}' "
+    else:
+        check_prompt(prompt, key)
+        for name in ("start_text", "end_text"):
+            if getattr(config, name) is not None:
+                raise UserError(f"{name} cuts texts, and this prompt is a conversation; remove {name}")
+        rest, named = row, "the keys of the line "
     if not keep_records:
-        return text, b"{}"
-    rest = {name: value for name, value in row.items() if name != key}
+        return prompt, b"{}"
     if (values := _count(rest, RECORD_DEPTH)) > RECORD_VALUES:
         raise ValueError(
-            f"the keys beside '{key}' have {values} values, more than {RECORD_VALUES}; put large values in files of "
-            "their own and give their names"
+            f"{named}have {values} values, more than {RECORD_VALUES}; put large values in files of their own and give "
+            "their names"
         )
     try:
         other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
@@ -180,10 +219,10 @@ def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, byte
         raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
     if len(other) > RECORD_BYTES:
         raise ValueError(
-            f"the keys beside '{key}' take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of "
-            "their own and give their names"
+            f"{named}take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of their own and "
+            "give their names"
         )
-    return text, other
+    return prompt, other
 
 
 def _count(value: Any, depth: int) -> int:
