@@ -5,35 +5,45 @@ transformers and sentencepiece are imported when a tokenizer is loaded, not befo
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
 from megarlhf.cluster import backend
-from megarlhf.config import UserError
+from megarlhf.config import UserError, open_file
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
+_TEMPLATES = ("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 # The files of a Hugging Face tokenizer. config.json is among them because AutoTokenizer chooses the class by the model
 # type in it.
 _HF_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    *_TEMPLATES,
 )  # fmt: skip
 HF_MARKS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_LARGEST_TEMPLATE = 2**20  # bytes
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer at `path`: a Hugging Face directory (also a model's), a SentencePiece `.model` file, or a
-    directory written by `Tokenizer.save`.
+    directory written by `Tokenizer.save`. `chat_template`: a Jinja template in the place of its own, as a text (with {{
+    or {% in it) or the name of a file; `save` writes it, too.
 
     Nothing is downloaded and no code from the directory is run. Raises UserError if there is no tokenizer, if it
-    cannot be read, and if it has no EOS token.
+    cannot be read, if it has no EOS token, and for a template that cannot be used.
     """
-    path = Path(path)
+    tokenizer = _load(Path(path))
+    if chat_template is not None:
+        tokenizer.set_chat_template(*_template_text(chat_template))
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_file():
         return _SentencePiece(path)
     if not path.is_dir():
@@ -50,6 +60,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no tokenizer in this directory ({found}); name a tokenizer's directory or .model file"
         )
     return _SentencePiece(models[0])
+
+
+def _template_text(given: str) -> tuple[str, str]:
+    """(the text of a chat template, its name for messages)."""
+    if "{{" in given or "{%" in given:
+        return given, "the given text"
+    with open_file(given, "the chat template", "give a Jinja file or, as chat_template, the template itself") as file:
+        content = file.read(_LARGEST_TEMPLATE + 1)
+    if len(content) > _LARGEST_TEMPLATE:
+        raise UserError(f"chat_template: {given} has more than {_LARGEST_TEMPLATE} bytes; give a Jinja file")
+    try:
+        return content.decode(), given
+    except UnicodeDecodeError as error:
+        raise UserError(f"chat_template: {given}: not UTF-8 (byte {error.start + 1}); give a Jinja file")
 
 
 def token_id(tokenizer: Tokenizer, text: str, key: str) -> int:
@@ -86,6 +110,7 @@ class Tokenizer(ABC):
     eos_id: int
     pad_id: int | None  # a token for padding alone; None if it is also BOS, EOS or UNK
     vocab_size: int  # largest id + 1
+    chat_template: str | None = None  # a Jinja template
 
     def __init__(self, path: Path, files: Iterable[Path], root: Path):
         self.path = path
@@ -135,8 +160,16 @@ class Tokenizer(ABC):
 
     def _no_template(self) -> UserError:
         return UserError(
-            f"{self.path}: the tokenizer has no chat template; use one that has, or write the conversations out as "
-            "prompt and response"
+            f"{self.path}: the tokenizer has no chat template; use one that has, set chat_template, or write the "
+            "conversations out as prompt and response"
+        )
+
+    def set_chat_template(self, text: str, name: str) -> None:
+        """Replace the chat template, also in what `save` writes. `name`: the text's, for messages. Raises UserError for
+        a text that is no template."""
+        raise UserError(
+            f"chat_template: {self.path} is a SentencePiece model, which reads the names of special tokens as plain "
+            "text; use a Hugging Face tokenizer, or write the conversations out as prompt and response"
         )
 
     def came_with(self, directory: Path) -> bool:
@@ -213,6 +246,8 @@ class _HuggingFace(Tokenizer):
         pad = self._model.pad_token_id
         self.pad_id = pad if pad not in (self.bos_id, self.eos_id, self._model.unk_token_id) else None
         self.vocab_size = max(self._model.get_vocab().values()) + 1
+        template = self._model.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template  # several, by name
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False)
@@ -224,10 +259,11 @@ class _HuggingFace(Tokenizer):
         return {token: name for name, token in self._model.get_vocab().items()}
 
     def chat(self, messages: list[Message], *, after: int = 0) -> tuple[list[int], list[bool]]:
-        template = self._template()
+        if self.chat_template is None:
+            raise self._no_template()
         prompt = self.chat_prompt(messages[:after]) if after else []
         # Only the tokenizers of the Rust library know which character a token comes from.
-        if self._model.is_fast and _GENERATION_BLOCK.search(template):
+        if self._model.is_fast and _GENERATION_BLOCK.search(self.chat_template):
             out = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
             self._check_prompt(prompt, ids)
@@ -256,16 +292,29 @@ class _HuggingFace(Tokenizer):
         return ids, mask
 
     def chat_prompt(self, messages: list[Message]) -> list[int]:
-        self._template()
+        if self.chat_template is None:
+            raise self._no_template()
         return self._chat_ids(messages, add_generation_prompt=True)
 
-    def _template(self) -> str:
-        template = self._model.chat_template
-        if isinstance(template, dict):  # several, by name
-            template = template.get("default")
-        if template is None:
-            raise self._no_template()
-        return template
+    def set_chat_template(self, text: str, name: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        if not text.strip():
+            raise UserError(f"chat_template: {name} is empty; give a Jinja template")
+        try:
+            self._model.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"chat_template: {name}, line {error.lineno}: not a Jinja template ({error.message}); correct it"
+            )
+        except Exception:  # it may refuse this conversation; those of the data will tell
+            pass
+        self._model.chat_template = self.chat_template = text
+        # tokenizer_config.json, because every version of transformers reads it there. The other files would precede it.
+        config = Path("tokenizer_config.json")
+        values = json.loads(self._files.get(config, b"{}")) | {"chat_template": text}
+        self._files = {file: content for file, content in self._files.items() if not any(map(file.match, _TEMPLATES))}
+        self._files[config] = json.dumps(values, ensure_ascii=False, indent=2).encode()
 
     def _check_prompt(self, prompt: list[int], ids: list[int]) -> None:
         if ids[: len(prompt)] != prompt:

@@ -44,6 +44,7 @@ class GenerateConfig(RanksConfig):
     out: str  # JSONL, one object a response; written once, at the end
     prompts: PromptsConfig
     tokenizer: str | None = None  # default: the one that came with the checkpoint
+    chat_template: str | None = None  # a Jinja template, as text or as the name of a file; default: the tokenizer's
     dtype: Literal["bf16", "fp32"] = "bf16"
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
@@ -76,7 +77,7 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
         architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch_tokens=1,
         sampled=rows,
     )  # fmt: skip
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, settings.chat_template)
     check_vocabulary(tokenizer, architecture.vocab_size)
     sampler.check_sampling(
         settings.sampler,

@@ -9,7 +9,8 @@ from megarlhf.data.conversations import encode, encode_prompt, turns
 from megarlhf.data.preferences import PreferenceDataConfig, load_preferences
 from megarlhf.data.sft import SFTDataConfig, load_sft
 from megarlhf.data.tokenizer import load_tokenizer
-from tests.unit.test_data import CHATML, FORGETFUL, FORGETFUL_GENERATION, STRICT, save_hf
+from megarlhf.train.setup import check_chat_template
+from tests.unit.test_data import CHATML, FORGETFUL, FORGETFUL_GENERATION, STRICT, save_hf, sp_path  # noqa: F401
 
 # The marks of a block without the token that ends the turn.
 BARE_GENERATION = CHATML.replace(
@@ -176,6 +177,69 @@ def test_templates_that_change_the_prompt_are_refused(made):
     for given in ([USER], None):
         with pytest.raises(UserError, match="no chat template; use one"):
             encode(made(None), given, {"a": [USER, FOUR]})
+
+
+INST = "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %} {{ m['content'] }}<|im_end|>" \
+    "{% endif %}{% endfor %}"  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [None, CHATML])
+def test_a_given_template_is_saved_with_the_tokenizer(tmp_path, own):
+    from transformers import AutoTokenizer
+
+    directory = save_hf(tmp_path / "hf", own)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (tmp_path / "inst.jinja").write_text(INST)
+    for number, given in enumerate([INST, str(tmp_path / "inst.jinja")]):
+        tokenizer = load_tokenizer(directory, given)
+        (one,) = encode(tokenizer, [USER], {"a": "Four."})
+        assert (
+            one.prompt == tokenizer.encode("[What is two plus two?]") and shown(tokenizer, one)[1] == " Four.<|im_end|>"
+        )
+        target = tmp_path / f"saved{number}"
+        tokenizer.save(target)
+        again = load_tokenizer(target)
+        assert again.chat_template == tokenizer.chat_template == INST and tokenizer.came_with(target)
+        assert encode(again, [USER], {"a": "Four."}) == [one]
+        theirs = AutoTokenizer.from_pretrained(target)
+        assert theirs.chat_template == INST and theirs.encode("The sea") == tokenizer.encode("The sea")
+        check_chat_template(tokenizer, tmp_path)  # nothing was saved there
+        (tmp_path / str(number)).mkdir()
+        target.rename(tmp_path / str(number) / "tokenizer")
+        check_chat_template(again, tmp_path / str(number))
+        with pytest.raises(
+            UserError, match="chat_template: is another one than that of the checkpoint, .*tokenizer; g"
+        ):
+            check_chat_template(load_tokenizer(directory), tmp_path / str(number))
+    assert load_tokenizer(directory).chat_template != INST
+
+
+def test_templates_that_cannot_be_used(directory, tmp_path, sp_path):
+    (tmp_path / "latin.jinja").write_bytes(b"{{ caf\xe9 }}")
+    (tmp_path / "empty.jinja").write_text(" \n")
+    (tmp_path / "long.jinja").write_text("x" * (2**20 + 1))
+    (tmp_path / "open.jinja").write_text("{# a line #}\n{% for m in messages %}{{ m }}")
+    for given, message in {
+        "{% for m in messages %}": "chat_template: the given text, line 1: not a Jinja template (Unexpected end of temp",
+        "{{ messages | no_such }}": "chat_template: the given text, line 1: not a Jinja template (No filter named",
+        str(tmp_path / "open.jinja"): f"chat_template: {tmp_path}/open.jinja, line 2: not a Jinja template",
+        str(tmp_path / "none.jinja"): f"{tmp_path}/none.jinja: cannot read the chat template (No such file",
+        str(
+            tmp_path
+        ): f"{tmp_path}: cannot read the chat template (a directory); give a Jinja file or, as chat_template",
+        str(tmp_path / "latin.jinja"): f"chat_template: {tmp_path}/latin.jinja: not UTF-8 (byte 7)",
+        str(tmp_path / "empty.jinja"): f"chat_template: {tmp_path}/empty.jinja is empty",
+        str(tmp_path / "long.jinja"): f"chat_template: {tmp_path}/long.jinja has more than 1048576 bytes",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_tokenizer(directory, given)
+        assert str(caught.value).startswith(message), str(caught.value)
+    with pytest.raises(UserError, match="chat_template: .*tokenizer.model is a SentencePiece model, which reads"):
+        load_tokenizer(sp_path, CHATML)
+    strict = load_tokenizer(directory, STRICT.replace("the user", "nobody"))  # it refuses conversations, not itself
+    with pytest.raises(ValueError, match="refuses the conversation: nobody speaks first"):
+        encode(strict, [SYSTEM, USER], {"a": "Four."})
 
 
 def test_messages_are_checked():
