@@ -16,6 +16,7 @@ import torch
 from megarlhf.batch import Comparisons
 from megarlhf.config import UserError
 from megarlhf.data.conversations import Turns, encode, turns
+from megarlhf.data.files import Files, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import Loader, rows_of_step
 from megarlhf.data.sft import Examples
@@ -42,7 +43,7 @@ class PreferenceDataConfig:
     response are then equal.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     num_responses: int = 2  # K: 2 for pairs, 4 for best-of-4
     max_length: int = 1024  # tokens, special ones included
@@ -58,6 +59,7 @@ class PreferenceDataConfig:
     ranks_key: str = "ranks"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         for name in ("num_responses", "max_length"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name}: must be at least 2, not {getattr(self, name)}")
@@ -73,6 +75,11 @@ class Preferences(Examples):
     num_responses: int  # K
     ranks: np.ndarray  # (M,) int64
     margins: np.ndarray  # (M,) float32: the pair's, in both of its rows
+
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: prompts."""
+        return len(self) // self.num_responses
 
 
 @dataclass(frozen=True)
@@ -104,14 +111,21 @@ class PreferenceReport:
 
 
 def load_preferences(
-    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
-) -> tuple[Preferences, PreferenceReport]:
-    """The preferences of one JSONL file (`config.train` or `config.validation`) and the report on its lines. `counted`:
-    what the mask marks, the last token, where a reward model's score is read, or the response with its EOS.
+    given: Files, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
+) -> tuple[Preferences, PreferenceReport | Reports]:
+    """The preferences of JSONL files (`config.train` or `config.validation`) and the report on their lines. `counted`:
+    what the mask marks, the last token, where a reward model's score is read, or the response with its EOS (of messages
+    the assistant's turns).
 
-    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
-    nothing is left.
+    Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
+    nothing is left of it.
     """
+    return load_files(given, lambda path: _load(path, tokenizer, config, counted))
+
+
+def _load(
+    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, counted: Literal["last", "response"]
+) -> tuple[Preferences, PreferenceReport]:
     tokens, mask, offsets, ranks, margins = array("i"), bytearray(), array("q", [0]), array("q"), array("f")
     truncated, dropped, crowded = [], [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
@@ -179,8 +193,9 @@ class PreferenceLoader(Loader):
         """(G,) indices of the rows of global batch `step`, those of a prompt together and in order."""
         size = self.data.num_responses
         prompts = rows_of_step(
-            step, num_rows=len(self.data) // size, global_batch=self.global_batch // size, seed=self.seed
-        )
+            step, num_rows=self.data.num_groups, global_batch=self.global_batch // size, seed=self.seed,
+            parts=self.data.parts,
+        )  # fmt: skip
         return (prompts[:, None] * size + np.arange(size)).ravel()
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:

@@ -7,7 +7,7 @@ Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
 from megarlhf.data.conversations import Turns, check_prompt, messages, turns
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import rows_of_step
 from megarlhf.data.tokenizer import Tokenizer, token_id
@@ -24,14 +25,14 @@ from megarlhf.data.tokenizer import Tokenizer, token_id
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """The data of prompts: a file with {"prompt": ...} or {"messages": [...]} on every line. The other keys (an answer,
+    """The data of prompts: files with {"prompt": ...} or {"messages": [...]} on every line. The other keys (an answer,
     tests) reach the reward functions and servers. Blank lines are ignored.
 
     Messages, which `prompt` may be, too, are rendered with the tokenizer's chat template and its generation prompt. A
     conversation that is longer than `length` is dropped, not cut: its end is where the assistant's turn begins, and its
     beginning is the template's."""
 
-    path: str
+    path: Files  # a file, or a list of files, each a name or {path, weight}
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
     truncate: Literal["end", "start"] = "end"  # where longer prompts are cut; detail G2 keeps the first `length` tokens
     start_text: str | None = None  # a prompt begins after the first of these (detail P3: "."); without one: dropped
@@ -42,6 +43,7 @@ class PromptsConfig:
     messages_key: str = "messages"  # of lines without prompt_key
 
     def __post_init__(self):
+        check_files(self.path, "path")
         if self.length < 2:
             raise ValueError(f"length: must be at least 2, not {self.length}")
         if not 0 <= self.max_bad_fraction <= 1:
@@ -63,8 +65,28 @@ class PromptSet:
     prompt_key: str = "prompt"
     whole: frozenset[int] = frozenset()  # the prompts of which `others` has every key: conversations
 
+    parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: prompts."""
+        return len(self)
+
+    @classmethod
+    def join(cls, sets: Sequence[PromptSet], parts: tuple[Part, ...]) -> PromptSet:
+        """The prompts of `sets` one after the other."""
+        starts = np.cumsum([0, *map(len, sets)]).tolist()
+        return cls(
+            tokens=[ids for data in sets for ids in data.tokens],
+            texts=[text for data in sets for text in data.texts],
+            others=[other for data in sets for other in data.others],
+            prompt_key=sets[0].prompt_key,
+            whole=frozenset(start + row for start, data in zip(starts, sets, strict=False) for row in data.whole),
+            parts=parts,
+        )
 
     def records(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
         """The lines of these prompts, every key. New objects, which the caller may change."""
@@ -124,18 +146,28 @@ def load_prompts(
     *,
     keep_records: bool = True,
     check_record: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> tuple[PromptSet, PromptReport]:
-    """The prompts of a file and the report on its lines. Without `keep_records` the other keys are not read, and
+) -> tuple[PromptSet, PromptReport | Reports]:
+    """The prompts of the files and the report on their lines. Without `keep_records` the other keys are not read, and
     records have none. A line is malformed if `check_record` raises ValueError for it.
 
-    Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
-    or empty, and if nothing is left.
+    Raises UserError (file:line) if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed
+    or empty, and if nothing is left of it.
     """
+    return load_files(config.path, lambda path: _load(path, tokenizer, config, keep_records, check_record))
+
+
+def _load(
+    path: str,
+    tokenizer: Tokenizer,
+    config: PromptsConfig,
+    keep_records: bool,
+    check_record: Callable[[dict[str, Any]], None],
+) -> tuple[PromptSet, PromptReport]:
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     room = config.length - len(bos)
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
     tokens, texts, others, whole, truncated, dropped, long = [], [], [], set(), [], [], []
-    records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
+    records = Records(path, max_bad_fraction=config.max_bad_fraction)
 
     def convert(row: dict[str, Any]) -> tuple[str | list[int], bytes]:
         """The prompt as a text, or as the ids of a conversation."""
@@ -173,7 +205,7 @@ def load_prompts(
         texts.append(text)
         others.append(other)
     report = PromptReport(
-        path=config.path,
+        path=path,
         num_lines=records.num_lines,
         num_prompts=len(tokens),
         num_tokens=sum(map(len, tokens)),
@@ -268,6 +300,8 @@ class PromptLoader:
 
     def batch(self, step: int) -> Prompts:
         """The prompts of `step` (from 0), (B, P)."""
-        rows = rows_of_step(step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed)
+        rows = rows_of_step(
+            step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed, parts=self.data.parts
+        )
         sequence_ids = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         return self.data.rows(rows[self.mine], sequence_ids[self.mine], length=self.length, pad_id=self.pad_id)

@@ -6,15 +6,19 @@ Legend: N tokens of the whole data set, K rows. Stored flat: row k is [offsets[k
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from megarlhf.config import UserError
 from megarlhf.data.conversations import encode, encode_prompt, messages, turns
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.tokenizer import Tokenizer
+
+E = TypeVar("E", bound="Examples")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class SFTDataConfig:
     that the model does not learn to stop in mid-sentence. An example without a token with a loss is dropped.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     max_length: int = 1024  # tokens, special ones included
     packing: bool = False  # several examples in a row; they do not see each other
@@ -44,6 +48,7 @@ class SFTDataConfig:
     text_key: str = "text"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         if self.max_length < 2:
             raise ValueError(
                 f"max_length: must be at least 2 (the first token is never predicted), not {self.max_length}"
@@ -61,6 +66,7 @@ class Examples:
     mask: np.ndarray  # (N,) bool
     offsets: np.ndarray  # (K + 1,) int64
     segments: np.ndarray | None = None  # (N,) int32: packed rows count their examples from 1
+    parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
 
     def __post_init__(self):
         assert len(self.tokens) == len(self.mask) == self.offsets[-1]
@@ -72,6 +78,28 @@ class Examples:
     def lengths(self) -> np.ndarray:
         """(K,) tokens in each row."""
         return np.diff(self.offsets)
+
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: rows."""
+        return len(self)
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch."""
+        if not self.parts:
+            return len(self)
+        return sum(part.size for part in self.parts) * (len(self) // self.num_groups)
+
+    @classmethod
+    def join(cls: type[E], sets: Sequence[E], parts: tuple[Part, ...]) -> E:
+        """The rows of `sets` one after the other. A field that is no array has one value in all of them."""
+        values = {field.name: [getattr(data, field.name) for data in sets] for field in fields(cls)}
+        joined = {
+            name: np.concatenate(each) if isinstance(each[0], np.ndarray) else each[0] for name, each in values.items()
+        }
+        offsets = np.concatenate([[0], *(data.lengths for data in sets)]).cumsum()
+        return cls(**joined | {"offsets": offsets, "parts": parts})
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, mask, segments) of one row, without padding."""
@@ -106,12 +134,17 @@ class Report:
         return "; ".join(part for part in parts if part)
 
 
-def load_sft(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
-    """The examples of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
+def load_sft(given: Files, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report | Reports]:
+    """The examples of JSONL files (`config.train` or `config.validation`) and the report on their lines. Each file is
+    packed by itself.
 
-    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing
-    is left, and for conversations without a chat template.
+    Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing is
+    left of it, and for conversations without a chat template.
     """
+    return load_files(given, lambda path: _load(path, tokenizer, config))
+
+
+def _load(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
     tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
     truncated, dropped = [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)

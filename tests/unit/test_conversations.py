@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import sentencepiece
 
 from megarlhf.config import UserError
 from megarlhf.data.conversations import encode, encode_prompt, turns
@@ -10,7 +11,7 @@ from megarlhf.data.preferences import PreferenceDataConfig, load_preferences
 from megarlhf.data.sft import SFTDataConfig, load_sft
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.train.setup import check_chat_template
-from tests.unit.test_data import CHATML, FORGETFUL, FORGETFUL_GENERATION, STRICT, save_hf, sp_path  # noqa: F401
+from tests.unit.test_data import CHATML, FORGETFUL, FORGETFUL_GENERATION, STRICT, save_hf
 
 # The marks of a block without the token that ends the turn.
 BARE_GENERATION = CHATML.replace(
@@ -179,8 +180,10 @@ def test_templates_that_change_the_prompt_are_refused(made):
             encode(made(None), given, {"a": [USER, FOUR]})
 
 
-INST = "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %} {{ m['content'] }}<|im_end|>" \
-    "{% endif %}{% endfor %}"  # fmt: skip
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]"
+    "{% else %} {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("own", [None, CHATML])
@@ -215,13 +218,13 @@ def test_a_given_template_is_saved_with_the_tokenizer(tmp_path, own):
     assert load_tokenizer(directory).chat_template != INST
 
 
-def test_templates_that_cannot_be_used(directory, tmp_path, sp_path):
+def test_templates_that_cannot_be_used(directory, tmp_path):
     (tmp_path / "latin.jinja").write_bytes(b"{{ caf\xe9 }}")
     (tmp_path / "empty.jinja").write_text(" \n")
     (tmp_path / "long.jinja").write_text("x" * (2**20 + 1))
     (tmp_path / "open.jinja").write_text("{# a line #}\n{% for m in messages %}{{ m }}")
     for given, message in {
-        "{% for m in messages %}": "chat_template: the given text, line 1: not a Jinja template (Unexpected end of temp",
+        "{% for m in messages %}": "chat_template: the given text, line 1: not a Jinja template (Unexpected end of",
         "{{ messages | no_such }}": "chat_template: the given text, line 1: not a Jinja template (No filter named",
         str(tmp_path / "open.jinja"): f"chat_template: {tmp_path}/open.jinja, line 2: not a Jinja template",
         str(tmp_path / "none.jinja"): f"{tmp_path}/none.jinja: cannot read the chat template (No such file",
@@ -235,8 +238,12 @@ def test_templates_that_cannot_be_used(directory, tmp_path, sp_path):
         with pytest.raises(UserError) as caught:
             load_tokenizer(directory, given)
         assert str(caught.value).startswith(message), str(caught.value)
-    with pytest.raises(UserError, match="chat_template: .*tokenizer.model is a SentencePiece model, which reads"):
-        load_tokenizer(sp_path, CHATML)
+    sentences = iter(["the sea is slow", "two plus two is four"] * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=str(tmp_path / "sp"), vocab_size=18, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="chat_template: .*sp.model is a SentencePiece model, which reads"):
+        load_tokenizer(tmp_path / "sp.model", CHATML)
     strict = load_tokenizer(directory, STRICT.replace("the user", "nobody"))  # it refuses conversations, not itself
     with pytest.raises(ValueError, match="refuses the conversation: nobody speaks first"):
         encode(strict, [SYSTEM, USER], {"a": "Four."})
