@@ -42,3 +42,51 @@ def _pieces(answer: str) -> list[tuple[str, bool]]:
         pieces += [(answer[at:start], True), (answer[start:end], False)]
         at = end
     return [*pieces, (answer[at:], True)] if at < len(answer) or not pieces else pieces
+
+
+def prm800k(row: dict[str, Any], *, neutral: bool | float | None = True) -> dict[str, Any]:
+    """A line of PRM800K (https://github.com/openai/prm800k) -> {"prompt": the problem, "steps": [text], "labels":
+    [True, False, `neutral` or None]}: the solution that the labeler followed. The rating 1 is True, -1 False, 0
+    `neutral`; None is a step without a rating.
+
+    A step is the chosen completion, or what the labeler wrote, which counts as right. Where there is neither (the
+    labeler stopped at the first error), the first completion, the one of the solution that was labelled, is the last
+    step. Lightman et al. 2023 (arXiv 2305.20050) let neutral steps count as right in their best scores of solutions.
+
+    Raises ValueError for a line of another shape, and for one without a step.
+    """
+    try:
+        problem, given = row["question"]["problem"], row["label"]["steps"]
+        steps, labels = [], []
+        for step in given:
+            completions, chosen, human = step["completions"] or [], step["chosen_completion"], step["human_completion"]
+            if chosen is not None:
+                one = completions[_index(chosen, len(completions))]
+                text, rating = one["text"], one["rating"]
+            elif human is not None:
+                text, rating = human["text"] if isinstance(human, dict) else human, 1
+            elif completions:
+                text, rating = completions[0]["text"], completions[0]["rating"]
+            else:
+                break
+            steps.append(text)
+            labels.append({1: True, 0: neutral, -1: False, None: None}[rating])
+            if chosen is None and human is None:
+                break
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"not a line of PRM800K ({type(error).__name__}: {error})")
+    if not isinstance(problem, str) or not all(isinstance(text, str) for text in steps):
+        raise ValueError("not a line of PRM800K: the problem and the steps must be strings")
+    if not steps:
+        raise ValueError("a solution without a step")
+    return {"prompt": problem, "steps": steps, "labels": labels}
+
+
+def is_prm800k(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("question"), dict) and isinstance(row.get("label"), dict) and "steps" in row["label"]
+
+
+def _index(chosen: Any, size: int) -> int:
+    if type(chosen) is not int or not 0 <= chosen < size:
+        raise IndexError(f"chosen_completion {chosen!r} of {size}")
+    return chosen

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_the_order_never_changes():
 
 def test_files_without_weights_are_as_one(files, tokenizer, tmp_path):
     whole = tmp_path / "whole.jsonl"
-    whole.write_text("".join(open(path).read() for path in files.values()))
+    whole.write_text("".join(Path(path).read_text() for path in files.values()))
     one, report = sft(files, tokenizer, str(whole))
     for given in (tuple(files.values()), mixed(files, dict.fromkeys(SIZES, 1.0))):
         several, reports = sft(files, tokenizer, given)
@@ -144,7 +145,7 @@ def test_prompts_and_preferences_have_weights(files, tokenizer):
     loader = PromptLoader(prompts, length=64, global_batch=EPOCH, pad_id=999, seed=2)
     counts = Counter(row for step in range(2) for row in loader.batch(step).prompt_ids.tolist())
     assert [counts[row] for row in range(20)] == [4] * 7 + [1] * 10 + [2] * 3
-    lines = [json.loads(line) for path in files.values() for line in open(path)]
+    lines = [json.loads(line) for path in files.values() for line in Path(path).read_text().splitlines()]
     assert prompts.records(range(20)) == lines and len(reports.summary().splitlines()) == 3
     halves = [PromptLoader(prompts, length=64, global_batch=6, pad_id=999, dp_rank=r, dp_size=2) for r in range(2)]
     whole = PromptLoader(prompts, length=64, global_batch=6, pad_id=999)
