@@ -82,16 +82,17 @@ def encode(
     *,
     add_bos: bool = True,
     add_eos: bool = True,
+    chat: bool = False,
     key: str = "prompt",
 ) -> list[Encoded]:
     """One prompt with each of its `answers` ({name for messages: answer}). `key`: the prompt's name for messages.
 
     Texts: BOS prompt answer EOS; the answer counts. BOS and EOS depend on `add_bos` and `add_eos`.
 
-    Messages, if the prompt or an answer is a list: the chat template writes them, with its own BOS and end-of-turn
-    tokens. A text is then a user's message as a prompt, an assistant's as an answer. A list of messages as an answer
-    continues the prompt, or is the whole conversation. What all answers share at the beginning is the prompt; the
-    assistant's turns after it count. Whatever a template writes behind the last turn's EOS is cut off, because a
+    Messages, if the prompt or an answer is a list, and with `chat`: the chat template writes them, with its own BOS and
+    end-of-turn tokens. A text is then a user's message as a prompt, an assistant's as an answer. A list of messages as
+    an answer continues the prompt, or is the whole conversation. What all answers share at the beginning is the prompt;
+    the assistant's turns after it count. Whatever a template writes behind the last turn's EOS is cut off, because a
     policy stops there; without `add_eos` EOS is, too.
 
     Without a prompt (None) the answers are whole conversations: messages, or texts as in Anthropic's HH.
@@ -102,7 +103,11 @@ def encode(
     for name, answer in answers.items():
         if not answer or (isinstance(answer, str) and not answer.strip()):
             raise ValueError(f"'{name}' is empty")
-    if any(isinstance(given, list) for given in (prompt, *answers.values())):
+    if chat and prompt is None:
+        answers = {
+            name: shapes.hh_messages(one, name) if isinstance(one, str) else one for name, one in answers.items()
+        }
+    if chat or any(isinstance(given, list) for given in (prompt, *answers.values())):
         shared, wholes = _shared(prompt, answers, key)
         return [_chat(tokenizer, whole, shared, add_eos) for whole in wholes]
     if prompt is None:

@@ -49,6 +49,7 @@ class PreferenceDataConfig:
     max_length: int = 1024  # tokens, special ones included
     add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
@@ -230,7 +231,7 @@ def _comparison(
             margin = _margin(row[config.margin_key], config.margin_key)
     whole = config.prompt_key not in row and all(isinstance(one, list) or is_hh(one) for one in responses.values())
     prompt = None if whole else turns(row, config.prompt_key)
-    options = dict(add_bos=config.add_bos, add_eos=config.add_eos, key=config.prompt_key)
+    options = dict(add_bos=config.add_bos, add_eos=config.add_eos, chat=config.chat, key=config.prompt_key)
     rows = [(one.ids, one.mask) for one in encode(tokenizer, prompt, responses, **options)]
     if min(len(ids) for ids, _ in rows) < 2:
         raise ValueError("a single token, which has no score; give a prompt, or set add_bos or add_eos")

@@ -38,6 +38,7 @@ class PromptsConfig:
     start_text: str | None = None  # a prompt begins after the first of these (detail P3: "."); without one: dropped
     end_text: str | None = None  # and ends with the last of these that fits (detail P3: "."); without one: dropped
     add_bos: bool = True  # if the tokenizer has a BOS; never cut away
+    chat: bool = False  # a prompt that is a text is a user's message, in the chat template
     max_bad_fraction: float = 0.0  # a larger share of malformed or empty lines stops the program; 0: any does
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # of lines without prompt_key
@@ -228,9 +229,11 @@ def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tu
         prompt = messages(row[key], key)
     else:
         prompt = turns(row, key)
+    if isinstance(prompt, str) and not prompt.strip():
+        raise ValueError(f"'{key}' is empty")
+    if config.chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError(f"'{key}' is empty")
         rest, named = {name: value for name, value in row.items() if name != key}, f"the keys beside '{key}' "
     else:
         check_prompt(prompt, key)

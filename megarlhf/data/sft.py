@@ -41,6 +41,7 @@ class SFTDataConfig:
     packing: bool = False  # several examples in a row; they do not see each other
     loss_on: Literal["response", "all"] = "response"  # all: on prompts and on the other roles too
     add_bos: bool = True  # if the tokenizer has a BOS; not for chat templates
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -211,7 +212,7 @@ def _example(row: dict[str, Any], tokenizer: Tokenizer, config: SFTDataConfig) -
         return ids, [True] * len(ids) if everything else mask
     if config.prompt_key in row or config.response_key in row:
         prompt, answers = turns(row, config.prompt_key), {config.response_key: turns(row, config.response_key)}
-        (one,) = encode(tokenizer, prompt, answers, add_bos=config.add_bos, key=config.prompt_key)
+        (one,) = encode(tokenizer, prompt, answers, add_bos=config.add_bos, chat=config.chat, key=config.prompt_key)
         return one.ids, [True] * len(one.ids) if everything else one.mask
     if config.text_key in row:
         text = string(row, config.text_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -26,6 +27,20 @@ def hh(conversations: dict[str, str]) -> tuple[str, list[list[tuple[str, bool]]]
         if len(said) * 2 - 1 != len(pieces) or not all(text.strip() for text in said):
             raise ValueError(f"'{name}': an answer of the assistant is empty or missing")
     return prompt, answers
+
+
+def hh_messages(text: str, name: str) -> list[dict[str, str]]:
+    """A conversation in the form of HH -> messages of the user and the assistant, without the spaces around them.
+    Raises ValueError for an empty turn; `name`: the text's, for the message."""
+    found = []
+    for number, part in enumerate(re.split(r"\n\n(Human|Assistant):", text)[1:]):
+        if number % 2 == 0:
+            found.append({"role": "user" if part == "Human" else "assistant", "content": ""})
+        elif not part.strip():
+            raise ValueError(f"'{name}': message {len(found)} is empty")
+        else:
+            found[-1]["content"] = part.strip()
+    return found
 
 
 def is_hh(text: Any) -> bool:

@@ -8,6 +8,7 @@ import sentencepiece
 from megarlhf.config import UserError
 from megarlhf.data.conversations import encode, encode_prompt, turns
 from megarlhf.data.preferences import PreferenceDataConfig, load_preferences
+from megarlhf.data.prompts import PromptsConfig, load_prompts
 from megarlhf.data.sft import SFTDataConfig, load_sft
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.train.setup import check_chat_template
@@ -304,6 +305,31 @@ def test_pairs_of_public_shapes(hf, tmp_path):
     last, _ = load_pairs(path, hf, counted="last")  # a reward model reads the score at EOS, where the policy stops
     assert [last.row(k)[0][-1] for k in range(4)] == [hf.eos_id] * 4
     assert [last.row(k)[1].nonzero()[0].tolist() for k in range(4)] == [[size - 1] for size in last.lengths]
+
+
+def test_texts_as_messages(hf, tmp_path):
+    """With `chat` texts are what the same messages are: pairs, HH, examples, prompts."""
+    text = {"prompt": USER["content"], "chosen": "Four.", "rejected": "Five.", "response": "Four."}
+    paths = [write(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate([[text, HH], [ULTRAFEEDBACK, HH]])]
+    plain, _ = load_pairs(paths[0], hf)
+    data, report = load_pairs(paths[0], hf, chat=True)
+    assert not report.bad and counted_texts(data, hf)[:2] == counted_texts(load_pairs(paths[1], hf)[0], hf)[:2]
+    four, five = said("assistant", "Four."), said("assistant", "It sings.")
+    want = encode(hf, None, {"chosen": [USER, four, SEA, SLOW], "rejected": [USER, four, SEA, five]})
+    assert [data.row(k)[0].tolist() for k in (2, 3)] == [one.ids for one in want] != plain.row(2)[0].tolist()
+    examples, _ = load_sft(paths[0], hf, SFTDataConfig(train=paths[0], chat=True, max_bad_fraction=1.0))
+    assert examples.row(0)[0].tolist() == encode(hf, [USER], {"a": "Four."})[0].ids
+    config = PromptsConfig(paths[0], chat=True, length=128, max_bad_fraction=1.0)
+    prompts, _ = load_prompts(hf, config)
+    assert prompts.tokens[0].tolist() == encode_prompt(hf, [USER], add_bos=True) and prompts.records([0]) == [text]
+    for row, message in {
+        "empty": ({"prompt": " "}, "'prompt' is empty"), "none": ({"text": "a"}, "no key 'prompt'"),
+    }.values():  # fmt: skip
+        with pytest.raises(UserError, match=f"bad.jsonl:1: {message}"):
+            load_prompts(hf, PromptsConfig(write(tmp_path / "bad.jsonl", [row]), chat=True))
+    path = write(tmp_path / "bad.jsonl", [{**HH, "rejected": HH["rejected"].removesuffix(" It sings.")}])
+    with pytest.raises(UserError, match="bad.jsonl:1: 'rejected': message 4 is empty"):
+        load_pairs(path, hf, chat=True)
 
 
 def test_later_turns_of_the_human_do_not_count(hf, tmp_path):
