@@ -101,6 +101,32 @@ def test_as_transformers_renders(made, template, tmp_path):
     assert counted == ("It is slow." if template == BARE_GENERATION else "It is slow.<|im_end|>")
 
 
+LLAMA = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2"])
+def test_tokenizers_of_other_projects_with_a_given_template(shared, name, tmp_path):
+    """A template without a generation prompt, special tokens within the text, spaces before words."""
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(shared / "fixtures/hf" / name, LLAMA)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for prompt, answer in [([USER], [FOUR]), ([USER, FOUR, SEA], [SLOW]), ([USER], [FOUR, SEA, SLOW])]:
+        (one,) = encode(ours, prompt, {"a": answer})
+        rendered = theirs.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True, return_dict=True)
+        assert one.prompt == rendered["input_ids"]
+        whole = theirs.apply_chat_template(prompt + answer, tokenize=True, return_dict=True)["input_ids"]
+        assert one.ids == whole and one.ids[-1] == ours.eos_id
+        assert [m["content"] for m in answer if m["role"] == "assistant"] == shown(ours, one)[2].replace(
+            theirs.eos_token, "\n"
+        ).strip().replace(" \n ", "\n").splitlines()
+
+
 def test_forms_of_one_pair_are_alike(hf):
     """Whatever of it is a text, a list that goes on, or the whole conversation."""
     want = encode(hf, [USER], {"a": [FOUR], "b": [said("assistant", "Five.")]})
