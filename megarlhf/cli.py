@@ -38,7 +38,7 @@ PREFLIGHT = "checks of a run on a login node: configuration, files, models, layo
 FLAGS = {
     "generate": {
         "checkpoint": ("checkpoint", "PATH", "a run, a checkpoint or a model directory"),
-        "prompts": ("prompts.path", "JSONL", 'a {"prompt": ...} on every line'),
+        "prompts": ("prompts.path", "JSONL", 'a {"prompt": ...} or {"messages": [...]} on every line'),
         "out": ("out", "JSONL", "where the responses go"),
     },
 }

@@ -319,6 +319,9 @@ class _Builder:
             rest = [arg for arg in args if arg is not type(None)]
             if len(rest) == 1:
                 return self.build(rest[0], node, key, default)
+            fitting = [arg for arg in rest if isinstance(value, (list, dict)) and _form(arg) is type(value)]
+            if len(fitting) == 1:
+                return self.build(fitting[0], node, key, default)  # its message is about a part of the value
             for arg in rest:
                 try:
                     return self.build(arg, node, key)
@@ -417,8 +420,19 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _form(kind: Any) -> type | None:
+    """The YAML form of a type: list, dict; None: a scalar."""
+    if dataclasses.is_dataclass(kind):
+        return dict
+    return {tuple: list, list: list, dict: dict}.get(typing.get_origin(kind))
+
+
 def _name(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"a section ({', '.join(field.name for field in dataclasses.fields(kind))})"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    if _form(kind) is not None:
+        return "a list" if _form(kind) is list else "a mapping"
     return words.get(kind, str(kind))
 
 

@@ -13,23 +13,47 @@ import torch
 
 from megarlhf.batch import Sequences
 from megarlhf.config import UserError
+from megarlhf.data.files import Part
 from megarlhf.data.sft import Examples
 from megarlhf.stream import shares
 
 
-def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> np.ndarray:
-    """(G,) indices of the rows of global batch `step`. The epochs' permutations are concatenated: a batch may contain
-    the end of one epoch and the start of the next, so every epoch has every row exactly once."""
-    epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
-    return np.array([permutation(seed, int(e), num_rows)[p] for e, p in zip(epochs, places, strict=True)], np.int64)
+def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int, parts: tuple[Part, ...] = ()) -> np.ndarray:
+    """(G,) indices of the rows of global batch `step`. The epochs are concatenated: a batch may contain the end of one
+    epoch and the start of the next. Every epoch has every row exactly once; with `parts`, those of `weighted_epoch`."""
+    size = sum(part.size for part in parts) if parts else num_rows
+    epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), size)
+    orders = {
+        int(epoch): weighted_epoch(parts, seed, int(epoch)) if parts else permutation(seed, int(epoch), size)
+        for epoch in np.unique(epochs)
+    }
+    return np.array([orders[int(e)][p] for e, p in zip(epochs, places, strict=True)], np.int64)
 
 
 @lru_cache(maxsize=2)  # a cache of a pure function: a batch has rows of one epoch, or of two adjacent ones
-def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of rows in `epoch`."""
+def permutation(seed: int, epoch: int, size: int, stream: int = 0) -> np.ndarray:
+    """The order of rows in `epoch`. Other streams have other orders."""
     # RandomState, not Generator or torch.randperm: only its stream is promised to stay the same in later versions, and
     # a run may be resumed in another container.
-    order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(size)
+    entropy = (seed, epoch, stream) if stream else (seed, epoch)
+    order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(entropy))).permutation(size)
+    order.flags.writeable = False
+    return order
+
+
+@lru_cache(maxsize=2)
+def weighted_epoch(parts: tuple[Part, ...], seed: int, epoch: int) -> np.ndarray:
+    """The rows of `epoch` in order. Each file is read pass after pass, every row once a pass; an epoch has the next
+    `Part.size` rows of each. After any number of epochs the rows of a file have occurred equally often, up to one."""
+    rows, first = [], 0
+    for number, part in enumerate(parts, start=1):
+        start, stop, size = epoch * part.size, (epoch + 1) * part.size, part.num_groups
+        for turn in range(start // size, -(-stop // size)):
+            begin, end = max(start - turn * size, 0), min(stop - turn * size, size)
+            whole = end - begin == size  # the rows are shuffled below
+            rows.append(first + (np.arange(size) if whole else permutation(seed, turn, size, number)[begin:end]))
+        first += size
+    order = np.concatenate(rows)[permutation(seed, epoch, sum(part.size for part in parts))]
     order.flags.writeable = False
     return order
 
@@ -68,7 +92,9 @@ class Loader:
 
     def rows(self, step: int) -> np.ndarray:
         """(G,) indices of the rows of global batch `step`."""
-        return rows_of_step(step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed)
+        return rows_of_step(
+            step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed, parts=self.data.parts
+        )
 
     def batch(self, step: int) -> Sequences:
         """Training batch `step` (from 0): after it, (step + 1) * global_batch rows have been consumed. (B, S)"""
@@ -87,7 +113,7 @@ class Loader:
             yield self._batch(np.where(real, rows, start), real)
 
     def __len__(self) -> int:
-        """Batches an epoch, the incomplete one included."""
+        """Batches of `epoch_batches`, the incomplete one included."""
         return -(-len(self.data) // self.global_batch)
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Sequences:

@@ -15,9 +15,12 @@ import torch
 
 from megarlhf.batch import Comparisons
 from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.conversations import Turns, encode, turns
+from megarlhf.data.files import Files, Reports, check_files, load_files
+from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import Loader, rows_of_step
-from megarlhf.data.sft import Examples, continuation
+from megarlhf.data.sft import Examples
+from megarlhf.data.shapes import is_hh
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.stream import shares
 
@@ -32,17 +35,21 @@ class PreferenceDataConfig:
     {"prompt": ..., "responses": [...], "ranks": [2, 0, 1, 2]}: all of them ranked, one 0 for the best; equal ranks are
         ties.
 
-    A response becomes BOS prompt response EOS, and its score is read at the last token. Other keys and blank lines are
+    A response becomes BOS prompt response EOS, and its score is read at the last token. Prompts and responses may be
+    lists of messages, which the chat template renders (data/conversations.py); a response that is a list goes on from
+    the prompt or is the whole conversation. Without a prompt the responses are whole conversations, of messages or as
+    Anthropic's HH writes them, and what they share at the beginning is the prompt. Other keys and blank lines are
     ignored. Rows longer than `max_length` tokens are cut at the end. A prompt is dropped if a better and a worse
     response are then equal.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     num_responses: int = 2  # K: 2 for pairs, 4 for best-of-4
     max_length: int = 1024  # tokens, special ones included
     add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
@@ -53,6 +60,7 @@ class PreferenceDataConfig:
     ranks_key: str = "ranks"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         for name in ("num_responses", "max_length"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name}: must be at least 2, not {getattr(self, name)}")
@@ -68,6 +76,11 @@ class Preferences(Examples):
     num_responses: int  # K
     ranks: np.ndarray  # (M,) int64
     margins: np.ndarray  # (M,) float32: the pair's, in both of its rows
+
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: prompts."""
+        return len(self) // self.num_responses
 
 
 @dataclass(frozen=True)
@@ -99,14 +112,21 @@ class PreferenceReport:
 
 
 def load_preferences(
-    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
-) -> tuple[Preferences, PreferenceReport]:
-    """The preferences of one JSONL file (`config.train` or `config.validation`) and the report on its lines. `counted`:
-    what the mask marks, the last token, where a reward model's score is read, or the response with its EOS.
+    given: Files, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
+) -> tuple[Preferences, PreferenceReport | Reports]:
+    """The preferences of JSONL files (`config.train` or `config.validation`) and the report on their lines. `counted`:
+    what the mask marks, the last token, where a reward model's score is read, or the response with its EOS (of messages
+    the assistant's turns).
 
-    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
-    nothing is left.
+    Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
+    nothing is left of it.
     """
+    return load_files(given, lambda path: _load(path, tokenizer, config, counted))
+
+
+def _load(
+    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, counted: Literal["last", "response"]
+) -> tuple[Preferences, PreferenceReport]:
     tokens, mask, offsets, ranks, margins = array("i"), bytearray(), array("q", [0]), array("q"), array("f")
     truncated, dropped, crowded = [], [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
@@ -174,8 +194,9 @@ class PreferenceLoader(Loader):
         """(G,) indices of the rows of global batch `step`, those of a prompt together and in order."""
         size = self.data.num_responses
         prompts = rows_of_step(
-            step, num_rows=len(self.data) // size, global_batch=self.global_batch // size, seed=self.seed
-        )
+            step, num_rows=self.data.num_groups, global_batch=self.global_batch // size, seed=self.seed,
+            parts=self.data.parts,
+        )  # fmt: skip
         return (prompts[:, None] * size + np.arange(size)).ravel()
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
@@ -199,41 +220,35 @@ def _comparison(
 ) -> tuple[list[tuple[list[int], list[bool]]], list[int], float]:
     """(each response's row, their ranks, margin) of a line, the best first; ValueError says what is wrong with it. A
     row is (ids of prompt and response, True where the response's are)."""
-    prompt = string(row, config.prompt_key)
     margin = 0.0
     if config.responses_key in row:
         responses = _responses(row, config)
         ranks = _ranks(row, config)
     else:
-        responses = {key: string(row, key) for key in (config.chosen_key, config.rejected_key)}
+        responses = {key: turns(row, key) for key in (config.chosen_key, config.rejected_key)}
         ranks = [0, 1]
         if config.num_responses != 2:
             raise ValueError(f"a pair, where num_responses is {config.num_responses}")
         if config.margin_key in row:
             margin = _margin(row[config.margin_key], config.margin_key)
-    for name, response in responses.items():
-        if not response.strip():
-            raise ValueError(f"'{name}' is empty")
-    before = tokenizer.encode(prompt)
-    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
-    eos = [tokenizer.eos_id] if config.add_eos else []
-    answers = [[*continuation(tokenizer, prompt, before, text), *eos] for text in responses.values()]
-    before = [*bos, *before]
-    rows = [(before + ids, [False] * len(before) + [True] * len(ids)) for ids in answers]
+    whole = config.prompt_key not in row and all(isinstance(one, list) or is_hh(one) for one in responses.values())
+    prompt = None if whole else turns(row, config.prompt_key)
+    options = dict(add_bos=config.add_bos, add_eos=config.add_eos, chat=config.chat, key=config.prompt_key)
+    rows = [(one.ids, one.mask) for one in encode(tokenizer, prompt, responses, **options)]
     if min(len(ids) for ids, _ in rows) < 2:
         raise ValueError("a single token, which has no score; give a prompt, or set add_bos or add_eos")
     order = sorted(range(len(rows)), key=lambda index: ranks[index])
     return [rows[index] for index in order], [ranks[index] for index in order], margin
 
 
-def _responses(row: dict[str, Any], config: PreferenceDataConfig) -> dict[str, str]:
+def _responses(row: dict[str, Any], config: PreferenceDataConfig) -> dict[str, Turns]:
     """{name for messages: response}."""
     responses, size = row[config.responses_key], config.num_responses
     if not isinstance(responses, list) or len(responses) != size:
         found = len(responses) if isinstance(responses, list) else type(responses).__name__
         raise ValueError(f"'{config.responses_key}' must be a list of num_responses {size}, not {found}")
     named = {f"{config.responses_key}[{index}]": response for index, response in enumerate(responses)}
-    return {name: string(named, name) for name in named}
+    return {name: turns(named, name) for name in named}
 
 
 def _ranks(row: dict[str, Any], config: PreferenceDataConfig) -> list[int]:

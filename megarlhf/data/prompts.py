@@ -7,7 +7,7 @@ Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,26 +16,35 @@ import torch
 
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.conversations import Turns, check_prompt, messages, turns
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files
+from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import rows_of_step
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """The data of prompts: a file with {"prompt": ...} on every line. The other keys (an answer, tests) reach the
-    reward functions and servers. Blank lines are ignored."""
+    """The data of prompts: files with {"prompt": ...} or {"messages": [...]} on every line. The other keys (an answer,
+    tests) reach the reward functions and servers. Blank lines are ignored.
 
-    path: str
+    Messages, which `prompt` may be, too, are rendered with the tokenizer's chat template and its generation prompt. A
+    conversation that is longer than `length` is dropped, not cut: its end is where the assistant's turn begins, and its
+    beginning is the template's."""
+
+    path: Files  # a file, or a list of files, each a name or {path, weight}
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
     truncate: Literal["end", "start"] = "end"  # where longer prompts are cut; detail G2 keeps the first `length` tokens
     start_text: str | None = None  # a prompt begins after the first of these (detail P3: "."); without one: dropped
     end_text: str | None = None  # and ends with the last of these that fits (detail P3: "."); without one: dropped
     add_bos: bool = True  # if the tokenizer has a BOS; never cut away
+    chat: bool = False  # a prompt that is a text is a user's message, in the chat template
     max_bad_fraction: float = 0.0  # a larger share of malformed or empty lines stops the program; 0: any does
     prompt_key: str = "prompt"
+    messages_key: str = "messages"  # of lines without prompt_key
 
     def __post_init__(self):
+        check_files(self.path, "path")
         if self.length < 2:
             raise ValueError(f"length: must be at least 2, not {self.length}")
         if not 0 <= self.max_bad_fraction <= 1:
@@ -52,16 +61,41 @@ class PromptSet:
     """Tokenized prompts of at most P tokens, with their texts and the other keys of their lines."""
 
     tokens: list[np.ndarray]  # K of (length,) int64
-    texts: list[str]
+    texts: list[str]  # of a conversation: its tokens' text, without a leading BOS
     others: list[bytes]  # the other keys of each line, as a JSON object: 0.3 to 0.7 times the memory of parsed ones
     prompt_key: str = "prompt"
+    whole: frozenset[int] = frozenset()  # the prompts of which `others` has every key: conversations
+
+    parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: prompts."""
+        return len(self)
+
+    @classmethod
+    def join(cls, sets: Sequence[PromptSet], parts: tuple[Part, ...]) -> PromptSet:
+        """The prompts of `sets` one after the other."""
+        starts = np.cumsum([0, *map(len, sets)]).tolist()
+        return cls(
+            tokens=[ids for data in sets for ids in data.tokens],
+            texts=[text for data in sets for text in data.texts],
+            others=[other for data in sets for other in data.others],
+            prompt_key=sets[0].prompt_key,
+            whole=frozenset(start + row for start, data in zip(starts, sets, strict=False) for row in data.whole),
+            parts=parts,
+        )
+
     def records(self, prompt_ids: Iterable[int]) -> list[dict[str, Any]]:
         """The lines of these prompts, every key. New objects, which the caller may change."""
-        return [{self.prompt_key: self.texts[row], **json.loads(self.others[row])} for row in prompt_ids]
+        return [self._record(row) for row in prompt_ids]
+
+    def _record(self, row: int) -> dict[str, Any]:
+        other = json.loads(self.others[row])
+        return other if row in self.whole else {self.prompt_key: self.texts[row], **other}
 
     def rows(self, rows: np.ndarray, sequence_ids: np.ndarray, *, length: int, pad_id: int) -> Prompts:
         """The prompts `rows` as a left-padded batch, (B, P)."""
@@ -81,7 +115,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a file's lines: their numbers in `truncated`, `dropped` and `long`; `bad` has (number, reason)."""
 
     path: str
     num_lines: int  # without blank ones
@@ -90,6 +124,7 @@ class PromptReport:
     length: int
     truncated: tuple[int, ...]
     dropped: tuple[int, ...]
+    long: tuple[int, ...]
     bad: tuple[tuple[int, str], ...]
 
     def summary(self) -> str:
@@ -98,6 +133,9 @@ class PromptReport:
             f"{self.path}: {self.num_prompts} prompts, {self.num_tokens} tokens",
             places(self.path, f"cut to {self.length} tokens", [(line, "") for line in self.truncated]),
             places(self.path, "dropped (no start_text or end_text)", [(line, "") for line in self.dropped]),
+            places(
+                self.path, f"dropped (conversations of more than {self.length} tokens)", [(k, "") for k in self.long]
+            ),
             places(self.path, "malformed and skipped", list(self.bad)),
         ]
         return "; ".join(part for part in parts if part)
@@ -109,70 +147,106 @@ def load_prompts(
     *,
     keep_records: bool = True,
     check_record: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> tuple[PromptSet, PromptReport]:
-    """The prompts of a file and the report on its lines. Without `keep_records` the other keys are not read, and
+) -> tuple[PromptSet, PromptReport | Reports]:
+    """The prompts of the files and the report on their lines. Without `keep_records` the other keys are not read, and
     records have none. A line is malformed if `check_record` raises ValueError for it.
 
-    Raises UserError (file:line) if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed
-    or empty, and if nothing is left.
+    Raises UserError (file:line) if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed
+    or empty, and if nothing is left of it.
     """
+    return load_files(config.path, lambda path: _load(path, tokenizer, config, keep_records, check_record))
+
+
+def _load(
+    path: str,
+    tokenizer: Tokenizer,
+    config: PromptsConfig,
+    keep_records: bool,
+    check_record: Callable[[dict[str, Any]], None],
+) -> tuple[PromptSet, PromptReport]:
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     room = config.length - len(bos)
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
-    tokens, texts, others, truncated, dropped = [], [], [], [], []
-    records = Records(config.path, max_bad_fraction=config.max_bad_fraction)
+    tokens, texts, others, whole, truncated, dropped, long = [], [], [], set(), [], [], []
+    records = Records(path, max_bad_fraction=config.max_bad_fraction)
 
-    def convert(row: dict[str, Any]) -> tuple[str, bytes]:
-        parts = _parts(row, config.prompt_key, keep_records)
+    def convert(row: dict[str, Any]) -> tuple[str | list[int], bytes]:
+        """The prompt as a text, or as the ids of a conversation."""
+        prompt, other = _parts(row, config, keep_records)
         check_record(row)
-        return parts
+        return prompt if isinstance(prompt, str) else tokenizer.chat_prompt(prompt), other
 
-    for line, (text, other) in records.read(convert):
-        body = text
-        if config.start_text is not None:
-            _, found, body = text.partition(config.start_text)
-            if not found or not body.strip():
-                dropped.append(line)
+    for line, (prompt, other) in records.read(convert):
+        if isinstance(prompt, str):
+            body = text = prompt
+            if config.start_text is not None:
+                _, found, body = text.partition(config.start_text)
+                if not found or not body.strip():
+                    dropped.append(line)
+                    continue
+            ids = tokenizer.encode(body)
+            if len(ids) > room:
+                truncated.append(line)
+                ids = ids[:room] if config.truncate == "end" else ids[-room:]
+            if end is not None:
+                if end not in ids:
+                    dropped.append(line)
+                    continue
+                ids = ids[: len(ids) - ids[::-1].index(end)]
+            ids = bos + ids
+        else:
+            ids = prompt
+            if len(ids) > config.length:
+                long.append(line)
                 continue
-        ids = tokenizer.encode(body)
-        if len(ids) > room:
-            truncated.append(line)
-            ids = ids[:room] if config.truncate == "end" else ids[-room:]
-        if end is not None:
-            if end not in ids:
-                dropped.append(line)
-                continue
-            ids = ids[: len(ids) - ids[::-1].index(end)]
-        tokens.append(np.array(bos + ids, np.int64))
+            text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_id] :])
+            if keep_records:
+                whole.add(len(tokens))
+        tokens.append(np.array(ids, np.int64))
         texts.append(text)
         others.append(other)
     report = PromptReport(
-        path=config.path,
+        path=path,
         num_lines=records.num_lines,
         num_prompts=len(tokens),
         num_tokens=sum(map(len, tokens)),
         length=config.length,
         truncated=tuple(truncated),
         dropped=tuple(dropped),
+        long=tuple(long),
         bad=tuple(records.bad),
     )
     if not tokens:
-        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some")
-    return PromptSet(tokens, texts, others, config.prompt_key), report
+        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some, or raise length")
+    return PromptSet(tokens, texts, others, config.prompt_key, frozenset(whole)), report
 
 
-def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, bytes]:
-    """The prompt of a line, and its other keys as JSON."""
-    text = string(row, key)
-    if not text.strip():
+def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tuple[Turns, bytes]:
+    """The prompt of a line, and its other keys as JSON; of a conversation every key."""
+    key = config.prompt_key
+    if key not in row and config.messages_key in row:
+        key = config.messages_key
+        prompt = messages(row[key], key)
+    else:
+        prompt = turns(row, key)
+    if isinstance(prompt, str) and not prompt.strip():
         raise ValueError(f"'{key}' is empty")
+    if config.chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str):
+        rest, named = {name: value for name, value in row.items() if name != key}, f"the keys beside '{key}' "
+    else:
+        check_prompt(prompt, key)
+        for name in ("start_text", "end_text"):
+            if getattr(config, name) is not None:
+                raise UserError(f"{name} cuts texts, and this prompt is a conversation; remove {name}")
+        rest, named = row, "the keys of the line "
     if not keep_records:
-        return text, b"{}"
-    rest = {name: value for name, value in row.items() if name != key}
+        return prompt, b"{}"
     if (values := _count(rest, RECORD_DEPTH)) > RECORD_VALUES:
         raise ValueError(
-            f"the keys beside '{key}' have {values} values, more than {RECORD_VALUES}; put large values in files of "
-            "their own and give their names"
+            f"{named}have {values} values, more than {RECORD_VALUES}; put large values in files of their own and give "
+            "their names"
         )
     try:
         other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
@@ -180,10 +254,10 @@ def _parts(row: dict[str, Any], key: str, keep_records: bool) -> tuple[str, byte
         raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
     if len(other) > RECORD_BYTES:
         raise ValueError(
-            f"the keys beside '{key}' take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of "
-            "their own and give their names"
+            f"{named}take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of their own and "
+            "give their names"
         )
-    return text, other
+    return prompt, other
 
 
 def _count(value: Any, depth: int) -> int:
@@ -229,6 +303,8 @@ class PromptLoader:
 
     def batch(self, step: int) -> Prompts:
         """The prompts of `step` (from 0), (B, P)."""
-        rows = rows_of_step(step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed)
+        rows = rows_of_step(
+            step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed, parts=self.data.parts
+        )
         sequence_ids = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         return self.data.rows(rows[self.mine], sequence_ids[self.mine], length=self.length, pad_id=self.pad_id)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import functools
 from array import array
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from megarlhf.config import UserError
+from megarlhf.data.conversations import encode, encode_prompt, messages, turns
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.tokenizer import Tokenizer
+
+E = TypeVar("E", bound="Examples")
 
 
 @dataclass(frozen=True)
@@ -23,19 +28,21 @@ class SFTDataConfig:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}: the tokenizer's chat
         template renders it, with its own BOS and end-of-turn tokens; the loss is on the assistant's turns.
-    {"prompt": ..., "response": ...}: BOS prompt response EOS; the loss is on the response and EOS.
+    {"prompt": ..., "response": ...}: BOS prompt response EOS; the loss is on the response and EOS. Either may be a
+        list of messages; then the chat template renders both, and the loss is on the assistant's turns of the response.
     {"text": ...}: BOS text EOS; the loss is on everything.
 
     Other keys and blank lines are ignored. Rows longer than `max_length` tokens are cut at the end, EOS included, so
     that the model does not learn to stop in mid-sentence. An example without a token with a loss is dropped.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     max_length: int = 1024  # tokens, special ones included
     packing: bool = False  # several examples in a row; they do not see each other
     loss_on: Literal["response", "all"] = "response"  # all: on prompts and on the other roles too
     add_bos: bool = True  # if the tokenizer has a BOS; not for chat templates
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -43,6 +50,7 @@ class SFTDataConfig:
     text_key: str = "text"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         if self.max_length < 2:
             raise ValueError(
                 f"max_length: must be at least 2 (the first token is never predicted), not {self.max_length}"
@@ -60,6 +68,7 @@ class Examples:
     mask: np.ndarray  # (N,) bool
     offsets: np.ndarray  # (K + 1,) int64
     segments: np.ndarray | None = None  # (N,) int32: packed rows count their examples from 1
+    parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
 
     def __post_init__(self):
         assert len(self.tokens) == len(self.mask) == self.offsets[-1]
@@ -76,6 +85,28 @@ class Examples:
     def num_counted(self) -> np.ndarray:
         """(K,) tokens of the mask in each row."""
         return np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
+
+    @property
+    def num_groups(self) -> int:
+        """What is shuffled as one: rows."""
+        return len(self)
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch."""
+        if not self.parts:
+            return len(self)
+        return sum(part.size for part in self.parts) * (len(self) // self.num_groups)
+
+    @classmethod
+    def join(cls: type[E], sets: Sequence[E], parts: tuple[Part, ...]) -> E:
+        """The rows of `sets` one after the other. A field that is no array has one value in all of them."""
+        values = {field.name: [getattr(data, field.name) for data in sets] for field in fields(cls)}
+        joined = {
+            name: np.concatenate(each) if isinstance(each[0], np.ndarray) else each[0] for name, each in values.items()
+        }
+        offsets = np.concatenate([[0], *(data.lengths for data in sets)]).cumsum()
+        return cls(**joined | {"offsets": offsets, "parts": parts})
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, mask, segments) of one row, without padding."""
@@ -110,12 +141,17 @@ class Report:
         return "; ".join(part for part in parts if part)
 
 
-def load_sft(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
-    """The examples of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
+def load_sft(given: Files, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report | Reports]:
+    """The examples of JSONL files (`config.train` or `config.validation`) and the report on their lines. Each file is
+    packed by itself.
 
-    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing
-    is left, and for conversations without a chat template.
+    Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing is
+    left of it, and for conversations without a chat template.
     """
+    return load_files(given, lambda path: _load(path, tokenizer, config))
+
+
+def _load(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
     tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
     truncated, dropped = [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
@@ -176,47 +212,19 @@ def _example(row: dict[str, Any], tokenizer: Tokenizer, config: SFTDataConfig) -
     """(ids, mask) of a line; ValueError says what is wrong with it."""
     everything = config.loss_on == "all"
     if config.messages_key in row:
-        ids, mask = tokenizer.chat(_messages(row[config.messages_key], config.messages_key))
+        ids, mask = tokenizer.chat(messages(row[config.messages_key], config.messages_key))
         if not any(mask):
             raise ValueError("no assistant message to learn from")
         return ids, [True] * len(ids) if everything else mask
-    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     if config.prompt_key in row or config.response_key in row:
-        prompt, response = string(row, config.prompt_key), string(row, config.response_key)
-        if not response.strip():
-            raise ValueError(f"'{config.response_key}' is empty")
-        before = tokenizer.encode(prompt)
-        answer = [*continuation(tokenizer, prompt, before, response), tokenizer.eos_id]
-        before = bos + before
-        return before + answer, [everything] * len(before) + [True] * len(answer)
+        prompt, answers = turns(row, config.prompt_key), {config.response_key: turns(row, config.response_key)}
+        (one,) = encode(tokenizer, prompt, answers, add_bos=config.add_bos, chat=config.chat, key=config.prompt_key)
+        return one.ids, [True] * len(one.ids) if everything else one.mask
     if config.text_key in row:
         text = string(row, config.text_key)
         if not text.strip():
             raise ValueError(f"'{config.text_key}' is empty")
-        ids = [*bos, *tokenizer.encode(text), tokenizer.eos_id]
+        ids = [*encode_prompt(tokenizer, text, add_bos=config.add_bos), tokenizer.eos_id]
         return ids, [True] * len(ids)
     wanted = f"'{config.messages_key}', '{config.response_key}' or '{config.text_key}'"
     raise ValueError(f"none of the keys {wanted} (found: {', '.join(row)})")
-
-
-def continuation(tokenizer: Tokenizer, prompt: str, before: list[int], response: str) -> list[int]:
-    """The ids of `response` after `prompt`, whose ids `before` must not change: generation encodes the prompt alone.
-    Both are encoded together if that keeps `before`, because SentencePiece puts a space before a separate text; the
-    response is encoded alone if a token would cross the boundary."""
-    together = tokenizer.encode(prompt + response)
-    return together[len(before) :] if together[: len(before)] == before else tokenizer.encode(response)
-
-
-def _messages(messages: Any, key: str) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"'{key}' must be a list of messages")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise ValueError(f"'{key}': message {number} must have a role and a content")
-        try:
-            role, content = string(message, "role"), string(message, "content")
-        except ValueError as error:
-            raise ValueError(f"'{key}': message {number}: {error}")
-        if role == "assistant" and not content.strip():
-            raise ValueError(f"'{key}': message {number}: the assistant's content is empty")
-    return messages

@@ -5,35 +5,45 @@ transformers and sentencepiece are imported when a tokenizer is loaded, not befo
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
 from megarlhf.cluster import backend
-from megarlhf.config import UserError
+from megarlhf.config import UserError, open_file
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
+_TEMPLATES = ("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 # The files of a Hugging Face tokenizer. config.json is among them because AutoTokenizer chooses the class by the model
 # type in it.
 _HF_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    *_TEMPLATES,
 )  # fmt: skip
 HF_MARKS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_LARGEST_TEMPLATE = 2**20  # bytes
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer at `path`: a Hugging Face directory (also a model's), a SentencePiece `.model` file, or a
-    directory written by `Tokenizer.save`.
+    directory written by `Tokenizer.save`. `chat_template`: a Jinja template in the place of its own, as a text (with {{
+    or {% in it) or the name of a file; `save` writes it, too.
 
     Nothing is downloaded and no code from the directory is run. Raises UserError if there is no tokenizer, if it
-    cannot be read, and if it has no EOS token.
+    cannot be read, if it has no EOS token, and for a template that cannot be used.
     """
-    path = Path(path)
+    tokenizer = _load(Path(path))
+    if chat_template is not None:
+        tokenizer.set_chat_template(*_template_text(chat_template))
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_file():
         return _SentencePiece(path)
     if not path.is_dir():
@@ -50,6 +60,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no tokenizer in this directory ({found}); name a tokenizer's directory or .model file"
         )
     return _SentencePiece(models[0])
+
+
+def _template_text(given: str) -> tuple[str, str]:
+    """(the text of a chat template, its name for messages)."""
+    if "{{" in given or "{%" in given:
+        return given, "the given text"
+    with open_file(given, "the chat template", "give a Jinja file or, as chat_template, the template itself") as file:
+        content = file.read(_LARGEST_TEMPLATE + 1)
+    if len(content) > _LARGEST_TEMPLATE:
+        raise UserError(f"chat_template: {given} has more than {_LARGEST_TEMPLATE} bytes; give a Jinja file")
+    try:
+        return content.decode(), given
+    except UnicodeDecodeError as error:
+        raise UserError(f"chat_template: {given}: not UTF-8 (byte {error.start + 1}); give a Jinja file")
 
 
 def token_id(tokenizer: Tokenizer, text: str, key: str) -> int:
@@ -86,6 +110,7 @@ class Tokenizer(ABC):
     eos_id: int
     pad_id: int | None  # a token for padding alone; None if it is also BOS, EOS or UNK
     vocab_size: int  # largest id + 1
+    chat_template: str | None = None  # a Jinja template
 
     def __init__(self, path: Path, files: Iterable[Path], root: Path):
         self.path = path
@@ -117,17 +142,34 @@ class Tokenizer(ABC):
     def tokens(self) -> dict[int, str]:
         """The vocabulary: the token of each id, spelt as in the tokenizer's files ("▁the", "Ġthe", "</s>")."""
 
-    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    def chat(self, messages: list[Message], *, after: int = 0) -> tuple[list[int], list[bool]]:
         """A conversation in the tokenizer's chat template -> (ids, mask), the mask True on the assistant's tokens:
         its content and the token that ends its turn. A template with {% generation %} blocks marks them itself;
-        otherwise the conversation is rendered up to each turn.
+        otherwise the conversation is rendered up to each turn. `after`: the first messages are a prompt, in which
+        nothing counts; their ids begin with `chat_prompt` of them.
 
         Raises UserError if there is no chat template, ValueError (without a place: the caller knows the line) if the
         template refuses `messages`, or renders the beginning of a longer conversation differently.
         """
+        raise self._no_template()
+
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation in the chat template up to where the assistant's next turn begins (the generation
+        prompt). Raises as `chat` does."""
+        raise self._no_template()
+
+    def _no_template(self) -> UserError:
+        return UserError(
+            f"{self.path}: the tokenizer has no chat template; use one that has, set chat_template, or write the "
+            "conversations out as prompt and response"
+        )
+
+    def set_chat_template(self, text: str, name: str) -> None:
+        """Replace the chat template, also in what `save` writes. `name`: the text's, for messages. Raises UserError for
+        a text that is no template."""
         raise UserError(
-            f"{self.path}: the tokenizer has no chat template; use one that has, or write the conversations out as "
-            "prompt and response"
+            f"chat_template: {self.path} is a SentencePiece model, which reads the names of special tokens as plain "
+            "text; use a Hugging Face tokenizer, or write the conversations out as prompt and response"
         )
 
     def came_with(self, directory: Path) -> bool:
@@ -204,6 +246,8 @@ class _HuggingFace(Tokenizer):
         pad = self._model.pad_token_id
         self.pad_id = pad if pad not in (self.bos_id, self.eos_id, self._model.unk_token_id) else None
         self.vocab_size = max(self._model.get_vocab().values()) + 1
+        template = self._model.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template  # several, by name
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False)
@@ -214,37 +258,72 @@ class _HuggingFace(Tokenizer):
     def tokens(self) -> dict[int, str]:
         return {token: name for name, token in self._model.get_vocab().items()}
 
-    def chat(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        template = self._model.chat_template
-        if isinstance(template, dict):  # several, by name
-            template = template.get("default")
-        if template is None:
-            return super().chat(messages)
+    def chat(self, messages: list[Message], *, after: int = 0) -> tuple[list[int], list[bool]]:
+        if self.chat_template is None:
+            raise self._no_template()
+        prompt = self.chat_prompt(messages[:after]) if after else []
         # Only the tokenizers of the Rust library know which character a token comes from.
-        if self._model.is_fast and _GENERATION_BLOCK.search(template):
+        if self._model.is_fast and _GENERATION_BLOCK.search(self.chat_template):
             out = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
+            ids, mask = list(out["input_ids"]), [bool(flag) for flag in out["assistant_masks"]]
+            self._check_prompt(prompt, ids)
+            return ids, [False] * len(prompt) + mask[len(prompt) :]
 
         ids = self._chat_ids(messages)
+        self._check_prompt(prompt, ids)
         mask = [False] * len(ids)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or index < after:
                 continue
             if index == 0:
                 raise ValueError("the assistant speaks first; begin the conversation with a user or system message")
-            before = self._chat_ids(messages[:index], add_generation_prompt=True)
-            after = self._chat_ids(messages[: index + 1])
-            if after[: len(before)] != before or ids[: len(after)] != after:
+            before = self.chat_prompt(messages[:index])
+            end = self._chat_ids(messages[: index + 1])
+            if end[: len(before)] != before or ids[: len(end)] != end:
                 raise ValueError(
                     f"message {index + 1}: its tokens cannot be told apart, because the chat template changes the "
                     "beginning of a conversation as it goes on; use a template with {% generation %} blocks, or "
                     "conversations that end with their only assistant message"
                 )
-            end = len(after)
-            if self.eos_id in after[len(before) :]:  # templates write a line break after it, which does not count
-                end -= after[::-1].index(self.eos_id)
-            mask[len(before) : end] = [True] * (end - len(before))
+            stop = len(end)
+            if self.eos_id in end[len(before) :]:  # templates write a line break after it, which does not count
+                stop -= end[::-1].index(self.eos_id)
+            mask[len(before) : stop] = [True] * (stop - len(before))
         return ids, mask
+
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        if self.chat_template is None:
+            raise self._no_template()
+        return self._chat_ids(messages, add_generation_prompt=True)
+
+    def set_chat_template(self, text: str, name: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        if not text.strip():
+            raise UserError(f"chat_template: {name} is empty; give a Jinja template")
+        try:
+            self._model.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"chat_template: {name}, line {error.lineno}: not a Jinja template ({error.message}); correct it"
+            )
+        except Exception:  # it may refuse this conversation; those of the data will tell
+            pass
+        self._model.chat_template = self.chat_template = text
+        # tokenizer_config.json, because every version of transformers reads it there. The other files would precede it.
+        config = Path("tokenizer_config.json")
+        values = json.loads(self._files.get(config, b"{}")) | {"chat_template": text}
+        self._files = {file: content for file, content in self._files.items() if not any(map(file.match, _TEMPLATES))}
+        self._files[config] = json.dumps(values, ensure_ascii=False, indent=2).encode()
+
+    def _check_prompt(self, prompt: list[int], ids: list[int]) -> None:
+        if ids[: len(prompt)] != prompt:
+            at = next((i for i, pair in enumerate(zip(prompt, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+            raise ValueError(
+                "the chat template writes the prompt differently when an answer follows "
+                f"({self.decode(prompt[at : at + 8])!r} is then {self.decode(ids[at : at + 8])!r}), so a policy would "
+                "not see what is learned here; use a template that keeps the prompt and the generation prompt"
+            )
 
     def _chat_ids(self, messages: list[Message], *, add_generation_prompt: bool = False) -> list[int]:
         return self.encode(self._render(messages, tokenize=False, add_generation_prompt=add_generation_prompt))

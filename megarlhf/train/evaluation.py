@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarlhf.batch import Rollout, Scores
 from megarlhf.config import UserError, nearest
+from megarlhf.data.files import paths, weighted
 from megarlhf.data.prompts import PromptSet, load_prompts
 from megarlhf.experience.held_out import EvaluationConfig, pass_at, prompts_at_once, respond, slots
 from megarlhf.experience.sampler import SamplerConfig
@@ -70,11 +71,14 @@ def check(
             "evaluation.source: the score of a source with normalize: true is relative to a mean that moves with the "
             f"policy; name the source whose own number is to be compared: {', '.join(names)}"
         )
-    if same_file(given.path, settings.prompts.path):
-        raise UserError(
-            f"evaluation.prompts.path: {given.path} is the file of the training prompts; give a file of prompts that "
-            "are held out"
-        )
+    if weighted(given.path):
+        raise UserError("evaluation.prompts.path: every held-out prompt is answered once; remove the weights")
+    for path in paths(given.path):
+        if any(same_file(path, other) for other in paths(settings.prompts.path)):
+            raise UserError(
+                f"evaluation.prompts.path: {path} is the file of the training prompts; give a file of prompts that are "
+                "held out"
+            )
     response_length = draws[0].response_length
     length = given.length + response_length
     check_length(start.architecture, length, "evaluation.prompts.length + evaluation.response_length")
@@ -96,7 +100,9 @@ def check(
         )  # fmt: skip
     notes, known = [f"held out: {report.summary()}"], {*training.texts}
     if common := sum(text in known for text in prompts.texts):
-        notes.append(f"{common} of {len(prompts)} held-out prompts are prompts of training, too: {given.path}")
+        notes.append(
+            f"{common} of {len(prompts)} held-out prompts are prompts of training, too: {', '.join(paths(given.path))}"
+        )
     return prompts, notes
 
 

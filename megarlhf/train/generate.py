@@ -1,4 +1,4 @@
-"""`megarlhf generate`: responses to a file of prompts, in any layout, in the order of the file."""
+"""`megarlhf generate`: responses to the prompts of files, in any layout, in the order of the files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from megarlhf.cluster import signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
+from megarlhf.data.files import paths, weighted
 from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.experience import sampler
@@ -44,6 +45,7 @@ class GenerateConfig(RanksConfig):
     out: str  # JSONL, one object a response; written once, at the end
     prompts: PromptsConfig
     tokenizer: str | None = None  # default: the one that came with the checkpoint
+    chat_template: str | None = None  # a Jinja template, as text or as the name of a file; default: the tokenizer's
     dtype: Literal["bf16", "fp32"] = "bf16"
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
@@ -61,7 +63,9 @@ class Plan:
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    check_out(settings.out, settings.prompts.path)
+    if weighted(settings.prompts.path):
+        raise UserError("prompts.path: every prompt is answered, each as often, so a weight has no effect; remove it")
+    check_out(settings.out, paths(settings.prompts.path))
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
     tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)
@@ -76,7 +80,7 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
         architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch_tokens=1,
         sampled=rows,
     )  # fmt: skip
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, settings.chat_template)
     check_vocabulary(tokenizer, architecture.vocab_size)
     sampler.check_sampling(
         settings.sampler,
@@ -89,8 +93,8 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     return Plan(source, architecture, tokenizer, prompts, report.summary())
 
 
-def check_out(given: str, prompts: str) -> None:
-    """Refuse (UserError) a file for the responses that cannot be written, or that holds the prompts."""
+def check_out(given: str, prompts: Sequence[str]) -> None:
+    """Refuse (UserError) a file for the responses that cannot be written, or that holds prompts."""
     out = Path(given)
     parent = out.absolute().parent
     try:
@@ -98,7 +102,7 @@ def check_out(given: str, prompts: str) -> None:
             raise UserError(f"out: {out} must be a file in a directory that exists; create {parent}")
         if out.exists() and not out.is_file():
             raise UserError(f"out: {out} is not a file; give the name of one")
-        if out.exists() and Path(prompts).exists() and out.samefile(prompts):
+        if out.exists() and any(Path(path).exists() and out.samefile(path) for path in prompts):
             raise UserError(f"out: {out} is the file of the prompts, which it would replace; give another")
         with contextlib.suppress(FileNotFoundError):
             _partial(out).stat()  # is its name too long?

@@ -117,7 +117,7 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
         )
         prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts, keep_records=False)
         notes.append(report.summary())
-    total = settings.training.total_steps(len(pairs))
+    total = settings.training.total_steps(pairs.epoch_rows)
     settings.optimizer.check_steps(total)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, prompts=prompts

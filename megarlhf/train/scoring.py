@@ -140,7 +140,8 @@ def check_reward_model(
         return f"{path}: came without a tokenizer, so whether it reads tokens as the policy does is not checked"
     if tokenizer.came_with(directory):
         return None
-    own = load_tokenizer(directory).tokens()
+    theirs = load_tokenizer(directory)
+    own = theirs.tokens()
     for token, name in sorted(tokenizer.tokens().items()):
         if own.get(token) != name:
             other = f"is {own[token]!r}" if token in own else "does not exist"
@@ -148,6 +149,10 @@ def check_reward_model(
                 f"{path}: token {token} is {name!r} to the policy but {other} to the reward model; use a reward model "
                 f"trained with the policy's tokenizer, {tokenizer.path}"
             )
+    if theirs.chat_template != tokenizer.chat_template:
+        return (
+            f"{path}: has another chat template than the policy; it may have learned from other forms of conversations"
+        )
     return None
 
 

@@ -97,7 +97,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     from megarlhf.algorithms.reward import final_scores
     from megarlhf.batch import Sequences
     from megarlhf.cluster import backend, parallel
-    from megarlhf.data.sft import continuation
+    from megarlhf.data.conversations import continuation
     from megarlhf.data.tokenizer import check_vocabulary, load_tokenizer
     from megarlhf.models.locate import find_model, find_tokenizer
     from megarlhf.models.spec import Architecture, check_length

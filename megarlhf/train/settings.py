@@ -118,6 +118,9 @@ class RunConfig(RanksConfig, abc.ABC):
     run: str  # directory of this run: checkpoints, metrics, samples, the resolved configuration
     model: ModelConfig
     tokenizer: str | None = None  # default: the one that came with model.checkpoint
+    # a Jinja template, as text or as the name of a file; default: the tokenizer's. Beside the tokenizer, because all
+    # data of a program use it and the checkpoints save the two together.
+    chat_template: str | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

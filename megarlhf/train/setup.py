@@ -73,7 +73,7 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     check_layout(architecture, settings.parallel)
     check_length(architecture, length, key)
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, settings.chat_template)
     check_vocabulary(tokenizer, architecture.vocab_size)
     check_writable(settings.run)
     check_wandb(settings.log.wandb)
@@ -88,9 +88,22 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
             raise UserError(
                 f"{resume_from}: holds another architecture than the configuration; give a new run directory"
             )
+        check_chat_template(tokenizer, resume_from)
         notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
         notes += [f"changed since then: {change}" for change in changes(settings, resume_from)]
     return Start(architecture, tokenizer, source, resume_from, tuple(notes))
+
+
+def check_chat_template(tokenizer: Tokenizer, resume_from: Path) -> None:
+    """Refuse (UserError) another chat template than that of the checkpoint: the run's data would change."""
+    saved = resume_from / "tokenizer"
+    if not saved.is_dir() or tokenizer.came_with(saved):
+        return
+    if load_tokenizer(saved).chat_template != tokenizer.chat_template:
+        raise UserError(
+            f"chat_template: is another one than that of the checkpoint, {saved}; give the old one, or a new run "
+            "directory with this run as model.checkpoint"
+        )
 
 
 def latest(settings: RunConfig) -> Path | None:

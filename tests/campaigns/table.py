@@ -64,6 +64,10 @@ BAD_ROWS: dict[str, dict[str, tuple[Any, str]]] = {
         "rejected": "b"}, "no key 'prompt'"),
         "an empty response": ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
         "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "'chosen' must be a string"),
+        "an unknown role": ({"prompt": "a", "chosen": [{"role": "bot", "content": "a"}], "rejected": "b"}, "'bot'"),
+        "HH without answers": ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, "share no beginning"),
+        "conversations of two prompts": ({"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content":
+        "b"}], "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}]}, "beginnings"),
         "a negative margin": ({"prompt": "a", "chosen": "c", "rejected": "b", "margin": -1}, "'margin'"),
         "a margin in words": ({"prompt": "a", "chosen": "c", "rejected": "b", "margin": "1"}, "'margin'"),
         "too many responses": ({"prompt": "a", "responses": ["a", "b", "c"], "label": 0}, "'responses'"),
@@ -75,7 +79,9 @@ BAD_ROWS: dict[str, dict[str, tuple[Any, str]]] = {
     "ppo": {
         "no prompt": ({"text": "a"}, "no key 'prompt'"), "an empty prompt": ({"prompt": ""}, "'prompt' is empty"),
         "a number": ({"prompt": 3}, "'prompt' must be a string"), "messages": ({"messages": [{"role": "user",
-        "content": "a"}]}, "'prompt'"),
+        "content": "a"}]}, "chat template"), "the assistant last": ({"prompt": [{"role": "assistant", "content": "a"}]},
+        "ends with the assistant"), "no messages": ({"messages": []}, "'messages' must be"),
+        "a role of another format": ({"prompt": [{"role": "gpt", "content": "a"}]}, "unknown role 'gpt'"),
         "a list": (["a"], "a JSON object"), "half a surrogate pair": ({"prompt": "\udfff"}, "surrogate"),
         "a record too large": ({"prompt": "a", "tests": "x" * 2**24}, "data.jsonl:1: the keys beside 'prompt' take"),
         "NaN in the record": ({"prompt": "a", "answer": float("nan")}, "data.jsonl:1: a number is NaN"),

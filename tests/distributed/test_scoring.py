@@ -12,7 +12,7 @@ from megarlhf import checkpoint, metrics
 from megarlhf.batch import Sequences
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
 from megarlhf.config import UserError
-from megarlhf.data.sft import continuation
+from megarlhf.data.conversations import continuation
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience.running import Moments
 from megarlhf.experience.scorer import ScoringConfig, SourceConfig, truncate

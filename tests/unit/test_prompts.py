@@ -10,7 +10,7 @@ from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, load_prompts
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.train.serve_reward import ServeRewardConfig, _request
-from tests.unit.test_data import save_hf
+from tests.unit.test_data import CHATML, CONVERSATION, save_hf
 
 TEXTS = ["One two. Three four. Five", "The quick brown fox.", "no period here", "End. "]
 
@@ -108,6 +108,56 @@ def test_batches_carry_the_ids_of_their_prompts(load):
         for tokens, valid, row in zip(batch.tokens, batch.valid, batch.prompt_ids.tolist(), strict=True):
             assert tokens[valid].tolist() == prompts.tokens[row].tolist()
             assert prompts.records([row]) == [{"prompt": prompts.texts[row]}]
+
+
+TALK = CONVERSATION[:4]  # ends with the user's turn
+
+
+def test_conversations_are_rendered_with_the_generation_prompt(tmp_path):
+    """As transformers renders them, under either key; beside texts, which are read as ever."""
+    from transformers import AutoTokenizer
+
+    directory = save_hf(tmp_path / "hf", "{{ bos_token }}" + CHATML)
+    ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    rows = [
+        {"messages": TALK, "answer": "slow"}, {"prompt": "The sea", "messages": TALK}, {"prompt": TALK, "n": [1, None]},
+    ]  # fmt: skip
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, report = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=128))
+    want = theirs.apply_chat_template(TALK, tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompts.tokens[0].tolist() == want == prompts.tokens[2].tolist() and want[0] == ours.bos_id != want[1]
+    assert prompts.tokens[1].tolist() == [ours.bos_id, *ours.encode("The sea")]
+    assert prompts.records(range(3)) == rows and not report.bad
+    rendered = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert prompts.texts == [rendered.removeprefix("<s>"), "The sea", rendered.removeprefix("<s>")]
+    size = len(want)
+    exact, _ = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=size))
+    assert len(exact) == 3
+    short, report = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=size - 1))
+    assert report.long == (1, 3) and len(short) == 1 and short.records([0]) == rows[1:2]
+    assert f"2 dropped (conversations of more than {size - 1} tokens) ({report.path}:1, " in report.summary()
+    bare, _ = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=128), keep_records=False)
+    assert bare.records([0]) == [{"prompt": prompts.texts[0]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": CONVERSATION}, "'messages' ends with the assistant's message, where the assistant is to answer"),
+        ({"prompt": CONVERSATION}, "'prompt' ends with the assistant's message"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "'prompt': message 1: the content is empty"),
+        ({"messages": [{"role": "human", "content": "a"}]}, "'messages': message 1: unknown role 'human'; known: "),
+        ({"messages": "text"}, "'messages' must be a list of messages"),
+        ({"messages": TALK, "x": "y" * 2**21}, "the keys of the line take "),
+        ({"messages": TALK}, r"[^ ]*: the tokenizer has no chat template; use one"),
+    ],
+)
+def test_bad_conversations(load, row, message):
+    with pytest.raises(UserError, match=f"prompts.jsonl:2: {message}") as caught:
+        load(lines=['{"prompt": "a"}', json.dumps(row)])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="prompts.jsonl:1: end_text cuts texts, and this prompt is a conversation"):
+        load(lines=[json.dumps({"messages": TALK})], end_text=".")
 
 
 @pytest.mark.parametrize(
