@@ -6,7 +6,8 @@ Legend: K rows, stored flat as in `sft.Examples`; G rows of the global batch, B 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from megarlhf.algorithms.kto import derangement
 from megarlhf.batch import Ratings
 from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.conversations import encode, turns
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files, paths
+from megarlhf.data.jsonl import Records, places
 from megarlhf.data.loader import Loader, padded
-from megarlhf.data.sft import Examples, continuation
+from megarlhf.data.sft import Examples
 from megarlhf.data.tokenizer import Tokenizer
 
 
@@ -27,21 +30,24 @@ class RatingDataConfig:
 
     {"prompt": ..., "response": ..., "label": true}: true marks a good response, false a bad one.
 
-    A row becomes BOS prompt response EOS. Other keys and blank lines are ignored. Rows longer than `max_length` tokens
-    are cut at the end; a row whose prompt leaves no room for the response is dropped.
+    A row becomes BOS prompt response EOS. Prompt and response may be lists of messages, as in `PreferenceDataConfig`;
+    of messages the assistant's turns behind the prompt count. Other keys and blank lines are ignored. Rows longer than
+    `max_length` tokens are cut at the end; a row whose prompt leaves no room for the response is dropped.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     max_length: int = 1024  # tokens, special ones included
     add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
     prompt_key: str = "prompt"
     response_key: str = "response"  # TRL's data sets have "completion"
     label_key: str = "label"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         if self.max_length < 2:
             raise ValueError(f"max_length: must be at least 2, not {self.max_length}")
         if not 0 <= self.max_bad_fraction <= 1:
@@ -56,6 +62,13 @@ class RatedExamples(Examples):
     prompts: np.ndarray  # (K,) int64: equal for equal prompts
     starts: np.ndarray  # (K,) int64: tokens of the prompt
     max_length: int
+
+    @classmethod
+    def join(cls, sets: Sequence[RatedExamples], parts: tuple[Part, ...]) -> RatedExamples:
+        """As `Examples.join`; prompts of different files are different prompts."""
+        first = np.cumsum([0, *(data.prompts.max() + 1 for data in sets)])
+        own = [replace(data, prompts=data.prompts + n) for data, n in zip(sets, first[:-1], strict=True)]
+        return super().join(own, parts)
 
 
 @dataclass(frozen=True)
@@ -84,13 +97,24 @@ class RatingReport:
 
 
 def load_ratings(
-    path: str, tokenizer: Tokenizer, config: RatingDataConfig, *, both: bool = False
-) -> tuple[RatedExamples, RatingReport]:
-    """The ratings of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
+    given: Files, tokenizer: Tokenizer, config: RatingDataConfig, *, both: bool = False
+) -> tuple[RatedExamples, RatingReport | Reports]:
+    """The ratings of JSONL files (`config.train` or `config.validation`) and the report on their lines.
 
-    Raises UserError if the file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing
-    is left, and with `both` if all responses that are left are good, or all are bad.
+    Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing is
+    left of it, and with `both` if all responses that are left are good, or all are bad.
     """
+    ratings, report = load_files(given, lambda path: _load(path, tokenizer, config))
+    if both and ratings.labels.all() == ratings.labels.any():
+        one, other = ("good", "bad") if ratings.labels.all() else ("bad", "good")
+        raise UserError(
+            f"{', '.join(paths(given))}: all {len(ratings)} responses are {one} ('{config.label_key}'), and there is "
+            f"nothing to tell them from; add {other} ones, or learn good ones with megarlhf sft"
+        )
+    return ratings, report
+
+
+def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[RatedExamples, RatingReport]:
     tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
     labels, prompts, starts = bytearray(), array("q"), array("q")
     truncated, crowded, known = [], [], {}
@@ -122,12 +146,6 @@ def load_ratings(
     )
     if not labels:
         raise UserError(f"{report.summary()}; no rating is left: give a file that has some, or raise max_length")
-    if both and not (report.num_good and report.num_bad):
-        one, other = ("good", "bad") if report.num_good else ("bad", "good")
-        raise UserError(
-            f"{path}: all {len(labels)} responses are {one} ('{config.label_key}'), and there is nothing to tell them "
-            f"from; add {other} ones, or learn good ones with megarlhf sft"
-        )
     ratings = RatedExamples(
         tokens=np.array(tokens, np.int32),
         mask=np.array(mask, bool),
@@ -177,18 +195,14 @@ class RatingLoader(Loader):
 def _rating(row: dict[str, Any], tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[list[int], list[bool], bool]:
     """(ids of prompt and response, True where the response's are, label) of a line; ValueError says what is wrong with
     it."""
-    prompt, response = string(row, config.prompt_key), string(row, config.response_key)
-    if not response.strip():
-        raise ValueError(f"'{config.response_key}' is empty")
+    prompt, response = turns(row, config.prompt_key), turns(row, config.response_key)
     if config.label_key not in row:
         raise ValueError(f"no key '{config.label_key}' (found: {', '.join(row)})")
     label = row[config.label_key]
     if not isinstance(label, bool):
         raise ValueError(f"'{config.label_key}' must be true or false, not {label!r}")
-    before = tokenizer.encode(prompt)
-    answer = continuation(tokenizer, prompt, before, response) + ([tokenizer.eos_id] if config.add_eos else [])
-    if config.add_bos and tokenizer.bos_id is not None:
-        before = [tokenizer.bos_id, *before]
-    if len(before) + len(answer) < 2:
+    options = dict(add_bos=config.add_bos, add_eos=config.add_eos, chat=config.chat, key=config.prompt_key)
+    (found,) = encode(tokenizer, prompt, {config.response_key: response}, **options)
+    if len(found.ids) < 2:
         raise ValueError("a single token, which has no log-prob; give a prompt, or set add_bos or add_eos")
-    return before + answer, [False] * len(before) + [True] * len(answer), label
+    return found.ids, found.mask, label

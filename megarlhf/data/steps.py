@@ -16,9 +16,12 @@ import torch
 from megarlhf.algorithms.process_reward import THRESHOLD
 from megarlhf.batch import LabelledSteps
 from megarlhf.config import UserError
+from megarlhf.data.conversations import continuation
+from megarlhf.data.files import Files, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.loader import Loader
-from megarlhf.data.sft import Examples, continuation
+from megarlhf.data.sft import Examples
+from megarlhf.data.shapes import is_prm800k, prm800k
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
@@ -27,7 +30,8 @@ class StepDataConfig:
     """The data of solutions in steps. Every line of a file is a JSON object:
 
     {"prompt": ..., "steps": ["...", ...], "labels": [true, 0.75, null, false, ...]}: a label for each step: true,
-        false, or the probability that the step is right; null where it has none.
+        false, or the probability that the step is right; null where it has none. A line of PRM800K is read as it is
+        (`shapes.prm800k`).
 
     A row is BOS prompt step separator step ... step. A step's label stands at the token that completes its separator,
     without spaces at its end; that of the last step, which has none, at its last token. With a `placeholder` this token
@@ -35,7 +39,7 @@ class StepDataConfig:
     labels of steps that do not end before. A row without a label is dropped. Other keys and blank lines are ignored.
     """
 
-    train: str
+    train: Files  # a file, or a list of files, each a name or {path, weight}
     validation: str | None = None
     separator: str = "\n"  # between steps
     placeholder: str | None = None  # the text of a token that is put after each step
@@ -47,6 +51,7 @@ class StepDataConfig:
     labels_key: str = "labels"
 
     def __post_init__(self):
+        check_files(self.train, "train")
         if self.max_length < 2:
             raise ValueError(f"max_length: must be at least 2, not {self.max_length}")
         if not self.separator:
@@ -94,14 +99,18 @@ class StepReport:
         return "; ".join(part for part in parts if part)
 
 
-def load_steps(path: str, tokenizer: Tokenizer, config: StepDataConfig) -> tuple[StepExamples, StepReport]:
-    """The solutions of one JSONL file (`config.train` or `config.validation`) and the report on its lines.
+def load_steps(given: Files, tokenizer: Tokenizer, config: StepDataConfig) -> tuple[StepExamples, StepReport | Reports]:
+    """The solutions of JSONL files (`config.train` or `config.validation`) and the report on their lines.
 
-    Raises UserError if the file cannot be read, if the tokenizer cannot represent separator or placeholder, if more
-    than `max_bad_fraction` of the lines are malformed, and if nothing is left.
+    Raises UserError if a file cannot be read, if the tokenizer cannot represent separator or placeholder, if more than
+    `max_bad_fraction` of its lines are malformed, and if nothing is left of it.
     """
     check_separator(tokenizer, config.separator, "data.separator")
     after = [] if config.placeholder is None else [token_id(tokenizer, config.placeholder, "data.placeholder")]
+    return load_files(given, lambda path: _load(path, tokenizer, config, after))
+
+
+def _load(path: str, tokenizer: Tokenizer, config: StepDataConfig, after: list[int]) -> tuple[StepExamples, StepReport]:
     tokens, mask, labels = array("i"), bytearray(), array("f")
     offsets, decided = array("q", [0]), bytearray()
     truncated, unlabelled, joined = [], [], []
@@ -181,6 +190,9 @@ def _solution(
 ) -> tuple[list[int], list[tuple[int, float | None]], bool]:
     """(ids, (index of the last token, label) of each step, whether a step has the separator in it) of a line;
     ValueError says what is wrong with it. `after`: ids that follow each step."""
+    if is_prm800k(row):
+        found = prm800k(row)
+        row = {getattr(config, f"{name}_key"): value for name, value in found.items()}
     prompt = string(row, config.prompt_key)
     texts = _texts(row, config)
     given = _labels(row, config, len(texts))

@@ -13,6 +13,7 @@ from megarlhf import config
 from megarlhf.algorithms.preference import PreferenceConfig, preference
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
+from megarlhf.data.files import paths
 from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, load_preferences
 from megarlhf.train import reference, setup
 from megarlhf.train.program import Prepared, Program, training
@@ -38,18 +39,18 @@ def check(settings: DPOConfig, world_size: int) -> Plan:
     start = setup.find(settings, length=settings.data.max_length, role="actor")
     setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
     data, notes = [], []
-    for path in (settings.data.train, settings.data.validation):
+    for files in (settings.data.train, settings.data.validation):
         pairs = None
-        if path is not None:
-            pairs, report = load_preferences(path, start.tokenizer, settings.data, counted="response")
+        if files is not None:
+            pairs, report = load_preferences(files, start.tokenizer, settings.data, counted="response")
             notes.append(report.summary())
             if pairs.margins.any() and not settings.dpo.form.margins:
                 raise UserError(
-                    f"{path}: has margins, which the loss {settings.dpo.loss} does not use; choose dpo, or give "
-                    "data.margin_key a name that the data does not have"
+                    f"{', '.join(paths(files))}: has margins, which the loss {settings.dpo.loss} does not use; choose "
+                    "dpo, or give data.margin_key a name that the data does not have"
                 )
         data.append(pairs)
-    total = settings.training.total_steps(len(data[0]))
+    total = settings.training.total_steps(data[0].epoch_rows)
     settings.optimizer.check_steps(total)
     algorithm = preference(settings.dpo)
     return Plan(

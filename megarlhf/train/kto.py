@@ -40,7 +40,7 @@ def check(settings: KTOConfig, world_size: int) -> Plan:
     if settings.data.validation is not None:
         validation, report = load_ratings(settings.data.validation, start.tokenizer, settings.data)
         notes.append(report.summary())
-    total = settings.training.total_steps(len(examples))
+    total = settings.training.total_steps(examples.epoch_rows)
     settings.optimizer.check_steps(total)
     algorithm = kto(settings.kto)
     return Plan(

@@ -66,7 +66,7 @@ def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
     if settings.data.validation is not None:
         validation, report = load_steps(settings.data.validation, start.tokenizer, settings.data)
         notes.append(report.summary())
-    total = settings.training.total_steps(len(examples))
+    total = settings.training.total_steps(examples.epoch_rows)
     settings.optimizer.check_steps(total)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation,

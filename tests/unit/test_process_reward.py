@@ -180,6 +180,21 @@ def test_labels_stand_at_the_ends_of_steps(tokenizer, tmp_path):
         assert tokens[tokens != token].tolist() == examples.row(row)[0].tolist()
 
 
+def test_lines_of_prm800k(tokenizer, tmp_path):
+    """As the same solution in our own shape."""
+    steps = [(["One.", "No."], 0, [1, -1]), (["Two."], 0, [None]), (["Three."], None, [-1])]
+    public = {"question": {"problem": "One Two:"}, "label": {"steps": [
+        {"completions": [{"text": text, "rating": rating} for text, rating in zip(texts, ratings, strict=True)],
+         "chosen_completion": chosen, "human_completion": None} for texts, chosen, ratings in steps
+    ]}}  # fmt: skip
+    own = {"prompt": "One Two:", "steps": ["One.", "Two.", "Three."], "labels": [True, None, False]}
+    (one, _), (two, _) = (
+        load(write(tmp_path / f"{name}.jsonl", [row]), tokenizer) for name, row in (("public", public), ("own", own))
+    )
+    assert one.tokens.tolist() == two.tokens.tolist() and one.mask.tolist() == two.mask.tolist()
+    assert one.labels.tolist() == two.labels.tolist() and one.mask.sum() == 2 and not one.decided.any()
+
+
 def test_a_cut_takes_labels_with_their_texts(tokenizer, tmp_path):
     """At every length: exactly the labels of whole steps are left; without its end no verdict is known."""
     row = {"prompt": "Two:", "steps": [" a = 1", " b = 2", " c = 3"], "labels": [True, True, False]}

@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from megarlhf.config import UserError
+from megarlhf.data.files import DataFile
 from megarlhf.data.ratings import RatingDataConfig, RatingLoader, load_ratings
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.unit.test_data import CHATML, save_hf
 from tests.unit.test_preferences import tokenizer, write  # noqa: F401
 
 ROWS = [
@@ -34,6 +37,29 @@ def test_rows(tokenizer, tmp_path):  # noqa: F811
     assert report.summary() == f"{report.path}: 1 good and 1 bad responses, {len(data.tokens)} tokens"
     data, _ = load(report.path, tokenizer, add_bos=False, add_eos=False, **keys)
     assert tokenizer.decode(data.tokens[: data.offsets[1]]) == "The sea is slow"
+
+
+def test_conversations_and_several_files(tmp_path):
+    """Messages are what the chat template makes of them; prompts of two files are different, one file's are not; a file
+    of weight 2 occurs twice."""
+    chat = load_tokenizer(save_hf(tmp_path / "chat", CHATML))
+    ask = [{"role": "user", "content": "the sea"}]
+    rows = [
+        {"prompt": ask, "response": "slow", "label": True},
+        {"prompt": ask, "response": [{"role": "assistant", "content": "cold"}], "label": False},
+    ]
+    one, two = write(tmp_path / "one.jsonl", rows), write(tmp_path / "two.jsonl", rows[:1])
+    data, report = load_ratings([one, DataFile(two, 2.0)], chat, RatingDataConfig(train=one), both=True)
+    for number, text in enumerate(("slow", "cold", "slow")):
+        tokens, mask, _ = data.row(number)
+        before, whole = chat.chat_prompt(ask), [*ask, {"role": "assistant", "content": text}]
+        assert tokens.tolist() == chat.chat(whole)[0][: len(tokens)] and data.starts[number] == len(before)
+        assert chat.decode(tokens[mask]) == f"{text}<|im_end|>" and not mask[: len(before)].any()
+    assert data.prompts.tolist() == [0, 0, 1] and data.epoch_rows == 4
+    assert sorted(RatingLoader(data, global_batch=4, seed=0).rows(0).tolist()) == [0, 1, 2, 2]
+    assert f"{two}: 1 good and 0 bad" in report.summary() and "weight 2: 2 of 1 an epoch" in report.summary()
+    with pytest.raises(UserError, match="two.jsonl: all 1 responses are good"):
+        load_ratings(two, chat, RatingDataConfig(train=two), both=True)
 
 
 def test_what_is_too_long(tokenizer, tmp_path):  # noqa: F811
