@@ -244,7 +244,7 @@ def test_kto_caches_belong_to_an_order_of_the_rows(ranks, directory, tmp_path, c
 
 
 def test_batches_of_one_class(ranks, directory, tmp_path):
-    """Batches of 2 rows, of which some have no good row or no bad one: their means are left out, and the run goes on."""
+    """Batches of 2 rows, some without good or without bad ones: their means are left out, and the run goes on."""
     few = [f"run={tmp_path}", "training.global_batch_size=2", "data.validation=null"]
     ranks.run(2, run_programs, "kto", directory / "kto.yaml", [few])
     found = [
