@@ -196,7 +196,9 @@ def test_a_cache_of_anything_else_is_refused(ranks, straight, directory, tmp_pat
     """Each mistake is named in a line; a good cache is used as before."""
     cache, path = tmp_path / "cache", directory / "dpo.yaml"
     use = f"reference.cache={cache}"
-    ranks.run(1, run_programs, "dpo", path, [[f"run={tmp_path / 'run'}", use]])
+    given = [[f"run={tmp_path / 'run'}", use, "training.steps=1"], [f"run={tmp_path / 'longer'}", use, "seed=1"]]
+    ranks.run(1, run_programs, "dpo", path, given)
+    assert len(numbers(tmp_path / "longer")) > STEPS, "the cache has all of the data"
     other = write(tmp_path / "other.jsonl", [PAIR])
     step = straight[0] / "checkpoints" / "step_00000004" / "actor"
     earlier = step if step.is_dir() else straight[0] / "checkpoints" / "step_00000006" / "actor"
