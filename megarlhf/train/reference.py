@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,12 +285,14 @@ def frozen(
 
 
 def batches(plan: Plan, training: Loader, validation: Loader | None) -> Iterator[Sequences]:
-    """Everything that the reference reads in the run, this rank's part."""
-    found = [] if validation is None else validation.epoch_batches()
-    for batch in found:
+    """Everything that the reference reads in the run, this rank's part: the whole data, or the minibatches of each step
+    if what is read depends on them."""
+    mixed = plan.algorithm.mixes_rows
+    parts = [map(training.batch, range(plan.total_steps)) if mixed else training.epoch_batches()]
+    if validation is not None:
+        parts.append(validation.epoch_batches())
+    for batch in chain(*parts):
         yield from plan.algorithm.referenced(batch)
-    for step in range(plan.total_steps):
-        yield from plan.algorithm.referenced(training.batch(step))
 
 
 def write_cache(directory: Path, engine: Engine, content: dict[str, Any], parts: Iterable[Sequences]) -> None:

@@ -196,7 +196,9 @@ def test_a_cache_of_anything_else_is_refused(ranks, straight, directory, tmp_pat
     """Each mistake is named in a line; a good cache is used as before."""
     cache, path = tmp_path / "cache", directory / "dpo.yaml"
     use = f"reference.cache={cache}"
-    ranks.run(1, run_programs, "dpo", path, [[f"run={tmp_path / 'run'}", use]])
+    given = [[f"run={tmp_path / 'run'}", use, "training.steps=1"], [f"run={tmp_path / 'longer'}", use, "seed=1"]]
+    ranks.run(1, run_programs, "dpo", path, given)
+    assert len(numbers(tmp_path / "longer")) > STEPS, "the cache has all of the data"
     other = write(tmp_path / "other.jsonl", [PAIR])
     step = straight[0] / "checkpoints" / "step_00000004" / "actor"
     earlier = step if step.is_dir() else straight[0] / "checkpoints" / "step_00000006" / "actor"
@@ -244,7 +246,7 @@ def test_kto_caches_belong_to_an_order_of_the_rows(ranks, directory, tmp_path, c
 
 
 def test_batches_of_one_class(ranks, directory, tmp_path):
-    """Batches of 2 rows, of which some have no good row or no bad one: their means are left out, and the run goes on."""
+    """Batches of 2 rows, some without good or without bad ones: their means are left out, and the run goes on."""
     few = [f"run={tmp_path}", "training.global_batch_size=2", "data.validation=null"]
     ranks.run(2, run_programs, "kto", directory / "kto.yaml", [few])
     found = [
