@@ -35,12 +35,12 @@ def arguments(doc: str, out: str, files: tuple[str, ...] = ()) -> argparse.Names
     return args
 
 
-def stage(program: str, config: Path, directory: Path, *overrides: str) -> None:
+def stage(program: str, config: Path | None, directory: Path, *overrides: str) -> None:
     """`megarlhf program` on 2 CPU ranks in `directory`, to which the configuration's paths are relative. Exits if it
     fails."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "-m", "megarlhf", program, "--config", str(config), *overrides,
+        "-m", "megarlhf", program, *(["--config", str(config)] if config else []), *overrides,
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     status = subprocess.run(command, cwd=directory, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})

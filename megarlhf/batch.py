@@ -154,6 +154,13 @@ class Comparisons(Sequences):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewarded(Sequences):
+    """Responses with rewards. The counted tokens of a row are adjacent, and the last one ends the response."""
+
+    rewards: Tensor  # (B, R) float32: of each token, 0 outside the mask
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compared(Sequences):
     """The input of a policy, with the reference's hidden states for it, to compare both."""
 

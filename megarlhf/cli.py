@@ -24,12 +24,13 @@ from megarlhf.config import UnknownKeyError, UserError
 PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "sft": ("megarlhf.train.sft:PROGRAM", "supervised fine-tuning on prompts and responses, chats or plain text"),
     "reward": ("megarlhf.train.reward:PROGRAM", "a reward model from preferences"),
+    "ilql": ("megarlhf.train.ilql:PROGRAM", "Q-learning of a policy from responses with rewards, without sampling"),
     "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
     "rl": ("megarlhf.train.rl:PROGRAM", "a policy that scores higher, with the algorithm that the file names"),
     "ppo": ("megarlhf.train.rl:PPO", "the same with PPO"),
     "generate": ("megarlhf.train.generate:PROGRAM", "responses to a file of prompts"),
 }
-TRAINING = ("sft", "reward", "ppo", "rl")
+TRAINING = ("sft", "reward", "ilql", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
 # Flags that stand for keys of a program's configuration. With them the file is optional.
 FLAGS = {

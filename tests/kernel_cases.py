@@ -150,12 +150,12 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     weight = torch.randn(columns * tp, hidden_size, generator=generator).to(dtype)
     selected = 12 if rows is None else len(torch.arange(12)[rows])
     labels = torch.randint(vocabulary, (selected,), generator=generator)
-    weights = torch.randn(2, selected, generator=generator)
+    weights = torch.randn(3, selected, generator=generator)
 
     h64, w64 = hidden.double().requires_grad_(), weight[:vocabulary].double().requires_grad_()
     expected = reference.linear_logprobs(h64, w64, labels, rows=rows, temperature=0.7)
-    wanted = (expected.logprobs * weights[0] + (expected.entropy * weights[1] if with_entropy else 0)).sum()
-    wanted.backward()
+    wanted = expected.logprobs * weights[0] + expected.logits * weights[2]
+    (wanted + (expected.entropy * weights[1] if with_entropy else 0)).sum().backward()
 
     part = slice(rank * 4 // tp, (rank + 1) * 4 // tp) if sequence_parallel else slice(None)
     h = hidden[part].to(device).requires_grad_()
@@ -165,11 +165,16 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
         with_entropy=with_entropy, vocab_size=vocabulary, tp_group=tp_group, sequence_parallel=sequence_parallel,
         chunk_rows=5, backend=backend,
     )  # fmt: skip
-    loss = output.logprobs * weights[0].to(device)
+    loss = output.logprobs * weights[0].to(device) + output.logits * weights[2].to(device)
     if with_entropy:
         loss = loss + output.entropy * weights[1].to(device)
     loss.sum().backward()
     near("logprobs", output.logprobs, expected.logprobs, **LOGPROB)
+    near("logits", output.logits, expected.logits, **LOGPROB)
+    if not sequence_parallel:
+        states = h.detach().flatten(0, 1)[slice(None) if rows is None else rows]
+        alone = kernels.label_logits(states, w.detach(), labels.to(device), tp_group=tp_group)
+        near("label_logits", alone, expected.logits, **LOGPROB)
     if with_entropy:
         near("entropy", output.entropy, expected.entropy, **ENTROPY)
     tolerance = max(GRADIENT[dtype], 1e-5)  # the logits themselves come out of a float32 GEMM

@@ -131,6 +131,15 @@ def averaged(algorithm: OnlineAlgorithm, decay: float) -> OnlineAlgorithm:
     return replace(algorithm, after_update=after_update)
 
 
+class Learner(Protocol):
+    """The model that an offline algorithm trains (engine.py). All methods are collective."""
+
+    steps: int  # updates so far
+
+    def update_slow_copies(self, rate: float) -> None:
+        """Move the slow copies that heads have of their weights: (1 - rate) * own + rate * the weight."""
+
+
 @dataclass(frozen=True)
 class OfflineAlgorithm:
     """An algorithm that learns from a data set."""
@@ -140,3 +149,4 @@ class OfflineAlgorithm:
     # minibatch, or with a reference's outputs, before the split into micro-batches
     prepare: Callable[[Sequences, dict[str, Callable[[Sequences], Outputs]]], Sequences] = lambda rows, models: rows
     derived: Callable[[dict[str, float]], dict[str, float]] = lambda values: {}  # from the held-out means: perplexity
+    after_update: Callable[[Learner], None] = lambda model: None

@@ -1,4 +1,4 @@
-"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`). algorithms/interface.py defines
+"""The offline loop: iterate over a data set (`megarlhf sft`, `reward`, `ilql`). algorithms/interface.py defines
 algorithms."""
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def train(
         watchdog.phase("step", engine.steps + 1)
         started = time.perf_counter()
         means = engine.step(prepared(algorithm, models, training.batch(engine.steps)), algorithm.loss)
+        algorithm.after_update(engine)
         step = engine.steps
         values = {name: mean.value for name, mean in means.items()}
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]
