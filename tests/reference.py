@@ -15,8 +15,8 @@ from megarlhf.kernels import LogprobOutput
 
 
 def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> LogprobOutput:
-    """Log-probability of `labels` (...) and entropy (nats) under softmax(logits / temperature), logits (..., V), and the
-    labels' logits.
+    """Log-probability of `labels` (...) and entropy (nats) under softmax(logits / temperature), logits (..., V), and
+    the labels' logits.
 
     A class with logit -inf has probability 0 and adds nothing to the entropy.
     """

@@ -6,7 +6,6 @@ Legend: K rows, stored flat as in `sft.Examples`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +156,7 @@ def _response(
     if config.reward_key not in row:
         raise ValueError(f"no key '{config.reward_key}' (found: {', '.join(row)})")
     reward = row[config.reward_key]
-    if type(reward) not in (int, float) or not math.isfinite(reward) or abs(reward) > LARGEST:
+    if type(reward) not in (int, float) or not -LARGEST <= reward <= LARGEST:  # so is nan
         raise ValueError(f"'{config.reward_key}' must be a number from -1e6 to 1e6, not {reward!r}")
     before = tokenizer.encode(prompt)
     answer = continuation(tokenizer, prompt, before, response)
