@@ -9,7 +9,6 @@ Legend: B rows, R response columns, V' the value after a token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,8 +40,8 @@ class ILQLConfig:
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma: must be in [0, 1], not {self.gamma}")
         for name in ("cql_coef", "awac_coef", "awac_beta"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: must be finite and not negative, not {getattr(self, name)}")
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must not be negative, not {getattr(self, name)}")
         if not 0 < self.target_alpha <= 1:
             raise ValueError(f"target_alpha: must be above 0 and at most 1, not {self.target_alpha}")
         if self.target_period < 1:

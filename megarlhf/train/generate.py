@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -45,8 +44,8 @@ class GenerateSamplerConfig(SamplerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.q_beta < math.inf:
-            raise ValueError(f"q_beta: must be finite and not negative, not {self.q_beta}")
+        if self.q_beta < 0:
+            raise ValueError(f"q_beta: must not be negative, not {self.q_beta}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,11 +110,11 @@ def test_what_does_not_count_changes_nothing():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tau", 1.0), ("tau", 0.0), ("gamma", 1.1), ("cql_coef", -1.0), ("awac_beta", float("inf")), ("target_alpha", 0.0),
+    [("tau", 1.0), ("tau", 0.0), ("gamma", 1.1), ("cql_coef", -1.0), ("awac_beta", -0.1), ("target_alpha", 0.0),
      ("target_period", 0)],
 )  # fmt: skip
 def test_settings_that_make_no_sense(key, value):
-    with pytest.raises(ValueError, match=f"^{key}: must be "):
+    with pytest.raises(ValueError, match=f"^{key}: must "):
         ILQLConfig(**{key: value})
 
 
