@@ -19,7 +19,7 @@ import reviews
 
 HERE = Path(__file__).resolve().parent
 STAGES = (("sft", "behaviour cloning"), ("ilql", "ILQL"))
-BETAS = (0.0, 1.0, 2.0, 4.0, 8.0)  # sampler.q_beta
+BETAS = (0.0, 1.0, 4.0, 8.0)  # sampler.q_beta
 PROMPTS = 400
 
 
@@ -57,14 +57,14 @@ def respond(out: Path, run: str, beta: float, seed: int) -> list[dict]:
     name = f"{run}.{beta:g}.jsonl"
     pipeline.stage(
         "generate", None, out, f"checkpoint={run}", "prompts.path=prompts.jsonl", f"out={name}", "dtype=fp32",
-        "prompts.length=24", "sampler.response_length=40", "sampler.stop_at_eos=true", "sampler.top_k=20",
+        "prompts.length=24", "sampler.response_length=40", "sampler.stop_at_eos=true",
         "sampler.micro_batch_size=64", f"sampler.q_beta={beta}", f"seed={seed}",
     )  # fmt: skip
     return list(pipeline.read(out / name))
 
 
 def summary(out: Path, results: dict[str, list[dict]], seconds: float) -> None:
-    """Print what the true judge says, and how many responses are sentences of the grammar's length that end."""
+    """Print what the true judge says, and how many responses are whole: three clauses and an end."""
     rewards = [row["reward"] for row in pipeline.read(out / "rewarded.jsonl")]
     print(f"\n== done in {seconds / 60:.1f} minutes; mean share of positive adjectives:")
     print(f"  {'data':<20} {sum(rewards) / len(rewards):6.1%}")
@@ -72,7 +72,7 @@ def summary(out: Path, results: dict[str, list[dict]], seconds: float) -> None:
         texts = [line["response"] for line in lines]
         scores = [reviews.judge(text) for text in texts]
         whole = sum(text.endswith(".") and len(reviews.adjectives(text)) == 3 for text in texts)
-        print(f"  {name:<20} {sum(scores) / len(scores):6.1%}, three clauses {whole / len(texts):6.1%}: {texts[0]}")
+        print(f"  {name:<20} {sum(scores) / len(scores):6.1%}, whole {whole / len(texts):6.1%}: {texts[0]}")
     print(f"  report  {out / 'ilql' / 'report.html'}")
 
 

@@ -150,9 +150,12 @@ def directory(ranks, tmp_path_factory) -> Path:
     reviews = list(runs.reviews.reviews(40, seed=5))
     pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
              for prompt, better, worse in runs.reviews.preferences(40, seed=6)]  # fmt: skip
+    rewarded = [{"prompt": review.prompt, "response": review.response, "reward": number % 3}
+                for number, review in enumerate(reviews)]  # fmt: skip
     files = {
         "SFTConfig": [{"prompt": review.prompt, "response": review.response} for review in reviews],
         "RewardConfig": pairs,
+        "ILQLRunConfig": rewarded,
         "prompts": [{"prompt": review.prompt} for review in reviews],
         "held_out": [{"prompt": review.prompt} for review in reviews[:4]],
     }
