@@ -154,6 +154,21 @@ def test_conversion_leaves_the_heads_out(directory, straight, capsys):
         assert torch.equal(value, policy[name][: len(value)]), name
 
 
+def test_preflight_and_report(directory, straight, capsys):
+    """The file's program is found by its keys; the disk must have room for the heads, too."""
+    from megarlhf import report
+
+    config = ["--config", str(directory / "run.yaml"), "--gpus-per-node", "1", f"run={directory / 'x'}"]
+    found = {}
+    for name, override in (("ilql", "ilql.tau=0.8"), ("sft", "data.packing=false")):
+        assert cli.main(["preflight", *config, override]) == 0
+        said = capsys.readouterr().out
+        assert f"a configuration for 'megarlhf {name}' on 1 x 1 = 1 ranks" in said
+        found[name] = float(said.split("checkpoints of ")[1].split(" MB")[0])
+    assert found["ilql"] - found["sft"] == pytest.approx(2 * 300 * 32 * 20 / 1e6, abs=0.11)
+    assert "megarlhf ilql" in report.render(straight)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
