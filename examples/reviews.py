@@ -118,9 +118,13 @@ def _response(random_: random.Random, aspect: str, positive: bool) -> str:
 
 def judge(text: str) -> float:
     """The true sentiment of a text: the share of its adjectives that are positive, 0.5 without any."""
-    words = text.replace(",", " ").replace(".", " ").split()
-    positive, negative = sum(word in POSITIVE for word in words), sum(word in NEGATIVE for word in words)
-    return positive / (positive + negative) if positive + negative else 0.5
+    found = adjectives(text)
+    return sum(word in POSITIVE for word in found) / len(found) if found else 0.5
+
+
+def adjectives(text: str) -> list[str]:
+    """The grammar's adjectives in a text, in their order."""
+    return [word for word in text.replace(",", " ").replace(".", " ").split() if word in POSITIVE or word in NEGATIVE]
 
 
 def train_tokenizer(texts: list[str], path: str, vocab_size: int = 400, *, characters: bool = False) -> None:

@@ -159,6 +159,13 @@ class Comparisons(Sequences):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewarded(Sequences):
+    """Responses with rewards. The counted tokens of a row are adjacent, and the last one ends the response."""
+
+    rewards: Tensor  # (B, R) float32: of each token, 0 outside the mask
+
+
+@dataclass(frozen=True, kw_only=True)
 class LabelledSteps(Sequences):
     """Solutions with labels of their steps. `mask` is True at the ends of labelled steps; nowhere in rows that pad a
     batch."""

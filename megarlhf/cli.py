@@ -27,12 +27,13 @@ PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "dpo": ("megarlhf.train.dpo:PROGRAM", "a policy from pairs of responses: DPO and related losses"),
     "kto": ("megarlhf.train.kto:PROGRAM", "a policy from responses marked good or bad"),
     "prm": ("megarlhf.train.prm:PROGRAM", "a process reward model from solutions with labelled steps"),
+    "ilql": ("megarlhf.train.ilql:PROGRAM", "Q-learning of a policy from responses with rewards, without sampling"),
     "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
     "rl": ("megarlhf.train.rl:PROGRAM", "a policy that scores higher, with the algorithm that the file names"),
     "ppo": ("megarlhf.train.rl:PPO", "the same with PPO"),
     "generate": ("megarlhf.train.generate:PROGRAM", "responses to a file of prompts"),
 }
-TRAINING = ("sft", "reward", "prm", "dpo", "kto", "ppo", "rl")
+TRAINING = ("sft", "reward", "prm", "dpo", "kto", "ilql", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
 # Flags that stand for keys of a program's configuration. With them the file is optional.
 FLAGS = {

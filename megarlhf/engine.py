@@ -172,6 +172,13 @@ class Engine:
             for own, its in zip(module.parameters(), leader.parameters(), strict=True):
                 own.lerp_(its.to(own.dtype), 1 - decay)
 
+    def update_slow_copies(self, rate: float) -> None:
+        """Move the slow copies that heads have of their weights: (1 - rate) * own + rate * the weight."""
+        self.sync_params()
+        for part in (part for module in self.modules for part in module.children()):
+            if hasattr(part, "update_slow_copies"):
+                part.update_slow_copies(rate)
+
     # ------------------------------------------------------------------------------------------- how
 
     def _run(self, *parts: Part, forward_only: bool = False) -> tuple[list[list[Tensor]], list]:

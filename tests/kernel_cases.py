@@ -195,18 +195,24 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     head, rows = Head(vocabulary, dtype, tp_group, device, sequence_parallel, hidden_size), SELECTIONS[selection]
     selected = 12 if rows is None else len(torch.arange(12)[rows])
     labels = torch.randint(vocabulary, (selected,), generator=head.generator)
-    weights = head.random(2, selected)
+    weights = head.random(3, selected)
     expected = reference.linear_logprobs(head.true_hidden, head.true_weight, labels, rows=rows, temperature=0.7)
-    (expected.logprobs * weights[0] + (expected.entropy * weights[1] if with_entropy else 0)).sum().backward()
+    wanted = expected.logprobs * weights[0] + expected.logits * weights[2]
+    (wanted + (expected.entropy * weights[1] if with_entropy else 0)).sum().backward()
     output = kernels.linear_logprobs(
         head.hidden, head.weight, labels.to(device), rows=rows, with_entropy=with_entropy, backend=backend,
         **head.options,
     )  # fmt: skip
-    loss = output.logprobs * weights[0].to(device)
+    loss = output.logprobs * weights[0].to(device) + output.logits * weights[2].to(device)
     if with_entropy:
         loss = loss + output.entropy * weights[1].to(device)
     loss.sum().backward()
     near("logprobs", output.logprobs, expected.logprobs, **LOGPROB)
+    near("logits", output.logits, expected.logits, **LOGPROB)
+    if not sequence_parallel:
+        states = head.hidden.detach().flatten(0, 1)[slice(None) if rows is None else rows]
+        alone = kernels.label_logits(states, head.weight.detach(), labels.to(device), tp_group=tp_group)
+        near("label_logits", alone, expected.logits, **LOGPROB)
     if with_entropy:
         near("entropy", output.entropy, expected.entropy, **ENTROPY)
     head.check_gradients(max(GRADIENT[dtype], 1e-5))  # the logits themselves come out of a float32 GEMM

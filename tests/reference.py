@@ -15,12 +15,14 @@ from megarlhf.kernels import LogprobOutput
 
 
 def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> LogprobOutput:
-    """Log-probability of `labels` (...) and entropy (nats) under softmax(logits / temperature), logits (..., V).
+    """Log-probability of `labels` (...) and entropy (nats) under softmax(logits / temperature), logits (..., V), and
+    the labels' logits.
 
     A class with logit -inf has probability 0 and adds nothing to the entropy.
     """
     log_p = (logits / temperature).log_softmax(-1)
-    return LogprobOutput(log_p.gather(-1, labels[..., None])[..., 0], -_expectation(log_p, log_p))
+    own, chosen = (x.gather(-1, labels[..., None])[..., 0] for x in (log_p, logits))
+    return LogprobOutput(own, -_expectation(log_p, log_p), chosen)
 
 
 def policy_ref_kl(policy_logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -133,6 +133,15 @@ def averaged(algorithm: OnlineAlgorithm, decay: float) -> OnlineAlgorithm:
     return replace(algorithm, after_update=after_update)
 
 
+class Learner(Protocol):
+    """The model that an offline algorithm trains (engine.py). All methods are collective."""
+
+    steps: int  # updates so far
+
+    def update_slow_copies(self, rate: float) -> None:
+        """Move the slow copies that heads have of their weights: (1 - rate) * own + rate * the weight."""
+
+
 @dataclass(frozen=True)
 class OfflineAlgorithm:
     """An algorithm that learns from a data set."""
@@ -147,3 +156,4 @@ class OfflineAlgorithm:
     # needs no reference
     referenced: Callable[[Any], list[Sequences]] | None = None
     mixes_rows: bool = False  # these rows depend on which rows are in one global minibatch
+    after_update: Callable[[Learner], None] = lambda model: None

@@ -119,14 +119,13 @@ def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[Ra
     labels, prompts, starts = bytearray(), array("q"), array("q")
     truncated, crowded, known = [], [], {}
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
-    for line, (ids, marks, label) in records.read(lambda row: _rating(row, tokenizer, config)):
+    for line, (ids, marks, start, label) in records.read(lambda row: _rating(row, tokenizer, config)):
         cut, counts = ids[: config.max_length], [False, *marks[1 : config.max_length]]
         if not any(counts):
             crowded.append(line)
             continue
         if len(ids) > config.max_length:
             truncated.append(line)
-        start = counts.index(True)
         tokens.extend(cut)
         mask.extend(counts)
         offsets.append(len(tokens))
@@ -192,9 +191,11 @@ class RatingLoader(Loader):
         return np.concatenate([prompt, response]), np.concatenate([np.zeros(len(prompt), bool), marks]), None
 
 
-def _rating(row: dict[str, Any], tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[list[int], list[bool], bool]:
-    """(ids of prompt and response, True where the response's are, label) of a line; ValueError says what is wrong with
-    it."""
+def _rating(
+    row: dict[str, Any], tokenizer: Tokenizer, config: RatingDataConfig
+) -> tuple[list[int], list[bool], int, bool]:
+    """(ids of prompt and response, which of them count, the prompt's number of ids, label) of a line; ValueError says
+    what is wrong with it."""
     prompt, response = turns(row, config.prompt_key), turns(row, config.response_key)
     if config.label_key not in row:
         raise ValueError(f"no key '{config.label_key}' (found: {', '.join(row)})")
@@ -205,4 +206,4 @@ def _rating(row: dict[str, Any], tokenizer: Tokenizer, config: RatingDataConfig)
     (found,) = encode(tokenizer, prompt, {config.response_key: response}, **options)
     if len(found.ids) < 2:
         raise ValueError("a single token, which has no log-prob; give a prompt, or set add_bos or add_eos")
-    return found.ids, found.mask, label
+    return found.ids, found.mask, len(found.prompt), label

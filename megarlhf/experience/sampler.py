@@ -64,7 +64,10 @@ class Sampler:
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
     it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
-    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones.
+    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones. q_beta: for
+    models with Q heads: tokens are drawn from softmax((logits + q_beta Q) / temperature), Q the smaller of the slow
+    copies' two values; top_k, top_p, log-probs and entropies are of this distribution. ILQL's logits + q_beta (Q - V)
+    (arXiv:2206.11871, section 4) give the same: V is equal for all tokens of a state.
 
     Raises UserError if these cannot work with the model.
     """
@@ -80,11 +83,13 @@ class Sampler:
         pad_id: int | None = None,
         with_entropy: bool = False,
         lockstep: dist.ProcessGroup | None = None,
+        q_beta: float = 0.0,
     ):
+        assert not q_beta or engine.modules[0].has_q
         architecture = engine.modules[0].architecture
         self.engine, self.topology, self.config = engine, engine.topology, config
         self.vocab_size, self.seed, self.with_entropy = architecture.vocab_size, seed, with_entropy
-        self.eos_id, self.lockstep, self.prompt_length = eos_id, lockstep, prompt_length
+        self.eos_id, self.lockstep, self.prompt_length, self.q_beta = eos_id, lockstep, prompt_length, q_beta
         self.pad_id = architecture.vocab_size if pad_id is None else pad_id
         self.length = prompt_length + config.response_length
         self.columns = -(-self.length // VECTOR) * VECTOR  # of a slot
@@ -175,10 +180,14 @@ class Sampler:
 
     def draw(self, hidden: Tensor, sequence_ids: Tensor, steps: Tensor) -> Sampled:
         """(s, H) hidden states of the last stage -> a token a row."""
-        weight = self.engine.modules[-1].head_weight()
-        logits = operations.linear if weight.dtype.itemsize > 2 else kernels.linear_logits  # float32, as the trainer's
+        model = self.engine.modules[-1]
+        weight = model.head_weight()
+        project = operations.linear if weight.dtype.itemsize > 2 else kernels.linear_logits  # float32, as the trainer's
+        logits = project(hidden, weight)
+        if self.q_beta:
+            logits.add_(model.q_heads.slow_values(hidden), alpha=self.q_beta)
         return sampling.sample(
-            logits(hidden, weight),
+            logits,
             self.config,
             seed=self.seed,
             sequence_ids=sequence_ids,

@@ -12,13 +12,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megarlhf.kernels.chunks import Call, give_back, weight_accumulator, weight_grad
 from megarlhf.kernels.products import accumulate, operand_of, project, sum_dtype
-from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, write_logprob_grad
+from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, tp_size, write_logprob_grad
 
 
 class LogprobOutput(NamedTuple):
@@ -26,6 +27,7 @@ class LogprobOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None
+    logits: Tensor  # of the labels, not divided by the temperature
 
 
 def linear_logprobs(
@@ -44,7 +46,8 @@ def linear_logprobs(
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> LogprobOutput:
-    """Log-probability of `labels` and entropy under softmax(hidden @ weight^T / temperature), without keeping logits.
+    """Log-probability of `labels` and entropy under softmax(hidden @ weight^T / temperature), and the labels' logits,
+    without keeping the other logits. All are differentiable.
 
         log p = z_y - log sum_v e^z_v,   H = -sum_v p_v ln p_v,   z = logits / temperature
         d logits_v = [g (1[v = y] - p_v) - g_H p_v (ln p_v + H)] / temperature
@@ -80,12 +83,28 @@ def linear_logprobs(
     )  # fmt: skip
     if labels.numel() != call.selected:
         raise ValueError(f"labels has {labels.numel()} elements for {call.selected} selected rows of {call.total}")
-    logp, entropy = _LinearLogprobs.apply(hidden, weight_shard, options.local(labels), call)
-    return LogprobOutput(logp.view(labels.shape), None if entropy is None else entropy.view(labels.shape))
+    outputs = _LinearLogprobs.apply(hidden, weight_shard, options.local(labels), call)
+    return LogprobOutput(*(None if output is None else output.view(labels.shape) for output in outputs))
+
+
+@torch.no_grad()
+def label_logits(
+    hidden: Tensor, weight_shard: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None = None
+) -> Tensor:
+    """hidden (N, H), the same on all TP ranks, weight_shard (V', H), labels (N,) int64 -> (N,) hidden . weight_y, in
+    float32 or wider. No other logit is computed; no gradients."""
+    start = len(weight_shard) * (dist.get_rank(tp_group) if tp_size(tp_group) > 1 else 0)
+    here = (labels >= start) & (labels < start + len(weight_shard))
+    rows = weight_shard[(labels - start).where(here, 0)]
+    wide = torch.promote_types(torch.promote_types(hidden.dtype, weight_shard.dtype), torch.float32)
+    logits = (hidden.to(wide) * rows).sum(-1).where(here, 0)
+    if tp_size(tp_group) > 1:
+        dist.all_reduce(logits, group=tp_group)
+    return logits
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Hidden, weight, (N,) local columns -> logprobs, entropy, (N,) each."""
+    """Hidden, weight, (N,) local columns -> logprobs, entropy, the labels' logits, (N,) each."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, call: Call):
@@ -107,16 +126,16 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if merged.entropy is not None and not options.entropy_grad:
             ctx.mark_non_differentiable(merged.entropy)
-        return merged.logprobs, merged.entropy
+        return merged.logprobs, merged.entropy, merged.logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_entropy: Tensor | None):
+    def backward(ctx, grad: Tensor | None, grad_entropy: Tensor | None, grad_logits: Tensor | None):
         hidden, weight, labels, stats, row_weight, entropy = ctx.saved_tensors
         call = ctx.call
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         x, w = operand_of(call.select(hidden)), operand_of(weight)
-        scalars = grad_scalars(call.options, row_weight, entropy, grad, grad_entropy)
+        scalars = grad_scalars(call.options, row_weight, entropy, grad, grad_entropy, grad_logits)
         x_grad = torch.empty_like(x) if need_hidden else None
         w_grad = weight_accumulator(weight, w, call.fusion) if need_weight else None
         # The last chunk's logits are still there: a batch of one chunk needs no recomputation. A second backward does.

@@ -74,6 +74,7 @@ class Merged:
 
     logprobs: Tensor
     entropy: Tensor | None
+    logits: Tensor  # of the labels
     weights: Tensor  # (TP, N): on rank r, p_v = weights[r] exp((x_v - top_r) / temperature), top_r the rank's maximum
 
 
@@ -89,8 +90,8 @@ def merge(everyone: Tensor, options: CallOptions) -> Merged:
     entropy = None
     if options.with_entropy:
         entropy = log_total - (weights * (moment + size * shift)).sum(0)
-    logprobs = (label.sum(0) - highest) / options.temperature - log_total
-    return Merged(logprobs, entropy, weights)
+    logits = label.sum(0)
+    return Merged((logits - highest) / options.temperature - log_total, entropy, logits, weights)
 
 
 def merge_sizes(top: Tensor, size: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -104,20 +105,22 @@ def merge_sizes(top: Tensor, size: Tensor, temperature: float) -> tuple[Tensor, 
 
 
 def grad_scalars(
-    options: CallOptions, weight: Tensor, entropy: Tensor | None, grad: Tensor | None, grad_entropy: Tensor | None
-) -> dict[str, Tensor | None]:
+    options: CallOptions, weight: Tensor, entropy: Tensor | None, grad: Tensor | None, grad_entropy: Tensor | None,
+    grad_logits: Tensor | None = None,
+) -> dict[str, Tensor | None]:  # fmt: skip
     """The row scalars (N,) of a backward, by the names of the row kernels' arguments.
 
     With p_v = weight e^z_v and ln p_v = z_v + ln weight,
-        d logits_v = [g (1[v = y] - p_v) - g_H p_v (ln p_v + H)] / temperature
+        d logits_v = [g (1[v = y] - p_v) - g_H p_v (ln p_v + H)] / temperature + g_x 1[v = y]
                    = e^z_v (constant + slope z_v) + 1[v = y] onehot.
     """
-    onehot = torch.zeros_like(weight) if grad is None else grad / options.temperature
+    scaled = torch.zeros_like(weight) if grad is None else grad / options.temperature
+    onehot = scaled if grad_logits is None else scaled + grad_logits
     if grad_entropy is None:
-        return {"constant": -weight * onehot, "slope": None, "onehot": onehot}
+        return {"constant": -weight * scaled, "slope": None, "onehot": onehot}
     slope = -weight * grad_entropy / options.temperature
     log_weight = weight.log().clamp(min=NO_MAXIMUM)  # a shard without any weight: 0 * -inf
-    return {"constant": slope * (entropy + log_weight) - weight * onehot, "slope": slope, "onehot": onehot}
+    return {"constant": slope * (entropy + log_weight) - weight * scaled, "slope": slope, "onehot": onehot}
 
 
 def write_logprob_grad(

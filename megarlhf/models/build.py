@@ -1,4 +1,5 @@
-"""Engines by role: actor, critic, reward, reference; and an actor whose trunk also has the critic's head."""
+"""Engines by role: actor, critic, reward, reference; and actors whose trunk also has the critic's head, or ILQL's value
+and Q heads."""
 
 from __future__ import annotations
 
@@ -11,17 +12,18 @@ import torch
 from megarlhf.cluster.parallel import Topology, seed_generators
 from megarlhf.engine import Engine
 from megarlhf.models.gpt import GPT, Head
-from megarlhf.models.spec import Architecture
+from megarlhf.models.spec import VOCABULARY, Architecture
 from megarlhf.models.transformer_config import transformer_config
 from megarlhf.optim import OptimizerConfig
 
-Role = Literal["actor", "reference", "critic", "reward", "actor_critic"]
+Role = Literal["actor", "reference", "critic", "reward", "actor_critic", "actor_q"]
 HEADS: dict[Role, Head] = {
     "actor": "logprobs",
     "reference": "logprobs",
     "critic": "values",
     "reward": "scores",
     "actor_critic": "logprobs+values",
+    "actor_q": "logprobs+values+q",
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,7 +43,7 @@ def build(
     awaits_checkpoint: bool = False,
 ) -> Engine:
     """An Engine for `role` on this layout, with weights initialised from `seed`; it trains if it gets an optimizer.
-    With `awaits_checkpoint` only the scalar head is initialised: drawing billions of numbers takes minutes."""
+    With `awaits_checkpoint` only scalar and Q heads are initialised: drawing billions of numbers takes minutes."""
     config = transformer_config(
         architecture, parallel=topology.parallel, dtype=DTYPES[dtype], dropout=dropout, recompute=recompute
     )
@@ -69,11 +71,12 @@ def initialize(chunk: GPT, topology: Topology, seed: int, head_only: bool = Fals
 
     GPT-2's scheme: normal(0, init_std), the projections back into the residual stream scaled by 1 / sqrt(2 L), norms
     one (zero where they scale by 1 + weight), biases zero. A critic's head is zero (detail P2), a reward head
-    normal(0, 1 / sqrt(H + 1)) (detail R2). With `head_only` all but the scalar head is zero.
+    normal(0, 1 / sqrt(H + 1)) (detail R2). Q heads are normal(0, init_std), their slow copies equal to them. With
+    `head_only` all but scalar and Q heads is zero.
     """
     architecture, size, rank = chunk.architecture, topology.parallel.tensor, topology.tensor_rank
     for name, parameter in chunk.named_parameters():
-        if name.endswith("bias") or (head_only and not name.startswith("value_head.")):
+        if name.endswith("bias") or (head_only and not name.startswith(("value_head.", "q_heads."))):
             parameter.zero_()
             continue
         if "norm" in name:
@@ -89,7 +92,7 @@ def initialize(chunk: GPT, topology: Topology, seed: int, head_only: bool = Fals
         shape = list(parameter.shape)
         if split >= 0:
             shape[split] *= size
-        vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        vocabulary = name in VOCABULARY
         if vocabulary:  # the padded rows depend on the layout, so they are not drawn
             shape[0] = architecture.vocab_size
         full = torch.randn(shape, generator=torch.Generator().manual_seed(_key(chunk, name, seed))) * std
@@ -100,6 +103,8 @@ def initialize(chunk: GPT, topology: Topology, seed: int, head_only: bool = Fals
         else:
             shard = full.chunk(size, split)[rank] if split >= 0 else full
         parameter.copy_(shard)
+    if hasattr(chunk, "q_heads"):
+        chunk.q_heads.update_slow_copies(1.0)
 
 
 def _key(chunk: GPT, name: str, seed: int) -> int:

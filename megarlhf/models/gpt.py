@@ -18,12 +18,12 @@ from megarlhf.models import layer_specs
 from megarlhf.models.attention import Attention
 from megarlhf.models.cache import Step
 from megarlhf.models.embedding import WordEmbedding
-from megarlhf.models.heads import ScalarHead, WordHead
+from megarlhf.models.heads import QHeads, ScalarHead, WordHead
 from megarlhf.models.layers import Layer, ParallelResidualLayer
 from megarlhf.models.spec import Architecture
 from megarlhf.stream import Spans, Stream
 
-Head = Literal["logprobs", "values", "scores", "logprobs+values"]
+Head = Literal["logprobs", "values", "scores", "logprobs+values", "logprobs+values+q"]
 
 
 class GPT(GPTModel):
@@ -69,7 +69,7 @@ class GPT(GPTModel):
         self._table: Tensor | None = None
         self.topology = topology
         self.head = head
-        self.has_words = words
+        self.has_words, self.has_q = words, head.endswith("+q")
         # In the embedding's own precision, as transformers has it: bf16 makes 55.5 of sqrt(3072).
         scale = math.sqrt(config.hidden_size) if architecture.scale_embedding else 1.0
         self.embedding_scale = torch.tensor(scale, dtype=config.params_dtype).item()
@@ -88,6 +88,10 @@ class GPT(GPTModel):
             del self.output_layer
         if head != "logprobs":
             self.value_head = ScalarHead(config, "scores" if head == "scores" else "values", topology.tensor_group)
+        if self.has_q:
+            self.q_heads = QHeads(
+                config, architecture.padded_vocab_size(topology.parallel.tensor), topology.tensor_group
+            )
 
     def forward(
         self,
@@ -117,6 +121,8 @@ class GPT(GPTModel):
                 outputs["states"] = stream.aligned(self.output_layer.states(hidden, stream))
             if ref_weight is not None:
                 outputs["kl"] = self.output_layer.kl(hidden, stream, ref_states, ref_weight=ref_weight, **options)
+        if self.has_q:
+            outputs |= self.q_heads(hidden, stream, vocab_size=self.architecture.vocab_size)
         return outputs
 
     def run(

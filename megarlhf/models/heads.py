@@ -1,4 +1,5 @@
-"""What a model returns instead of logits: token log-probs, values or scores, as response-aligned (B, R) tensors.
+"""What a model returns instead of logits: token log-probs, values, scores or Q values, as response-aligned (B, R)
+tensors.
 
 The last layer returns only the states that the head reads; `GPT._read` says which.
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megarlhf import kernels
-from megarlhf.cluster import backend
+from megarlhf.cluster import backend, operations
 from megarlhf.stream import Stream
 
 
@@ -118,3 +120,72 @@ class ScalarHead(nn.Module):
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
         )
+
+
+class QHeads(nn.Module):
+    """ILQL's Q heads: two linear layers from the last hidden state to a Q value of every token of the vocabulary, split
+    over the tensor-parallel ranks like the output layer, and a slow copy of each.
+
+    The slow copies are buffers: they get no gradient. They are in fp32, because bf16 would round small moves away.
+    """
+
+    def __init__(self, config, padded_vocab_size: int, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        shape = (padded_vocab_size // tp_group.size(), config.hidden_size)
+        for name in ("first", "second"):
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=backend.device()))
+            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, 0, 1)
+            self.register_parameter(name, weight)
+            self.register_buffer(f"slow_{name}", torch.zeros(shape, dtype=torch.float32, device=backend.device()))
+
+    def forward(self, hidden: Tensor, stream: Stream, *, vocab_size: int) -> dict[str, Tensor]:
+        """hidden [K, 1, H] or its sequence shard, the states that predict the N counted tokens first -> (B, R) each, in
+        fp32, 0 for tokens that do not count: "q1" and "q2", the heads' Q values of the tokens; "q1_logprobs" and
+        "q2_logprobs", the tokens' log-probs under softmax(Q); "slow_q", the smaller of the slow copies' two Q values,
+        without gradient."""
+        outputs = {}
+        for name, weight in (("q1", self.first), ("q2", self.second)):
+            found = kernels.linear_logprobs(
+                hidden,
+                weight,
+                stream.labels,
+                rows=slice(len(stream.counted)),
+                vocab_size=vocab_size,
+                tp_group=self.tp_group,
+                sequence_parallel=self.sequence_parallel,
+                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            )
+            outputs |= {name: stream.aligned(found.logits), f"{name}_logprobs": stream.aligned(found.logprobs)}
+        with torch.no_grad():
+            if self.sequence_parallel:
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+            states = hidden[: len(stream.counted), 0]
+            both = [
+                kernels.label_logits(states, weight, stream.labels, tp_group=self.tp_group)
+                for weight in (self.slow_first, self.slow_second)
+            ]
+            outputs["slow_q"] = stream.aligned(torch.minimum(*both))
+        return outputs
+
+    def slow_values(self, hidden: Tensor) -> Tensor:
+        """hidden (N, H), the same on all tensor-parallel ranks -> (N, V') fp32: the smaller of the slow copies' Q
+        values of this rank's part of the vocabulary."""
+        wide = hidden.float()
+        return torch.minimum(operations.linear(wide, self.slow_first), operations.linear(wide, self.slow_second))
+
+    @torch.no_grad()
+    def update_slow_copies(self, rate: float) -> None:
+        """slow = (1 - rate) * slow + rate * weight."""
+        for slow, weight in ((self.slow_first, self.first), (self.slow_second, self.second)):
+            slow.lerp_(weight.float(), rate)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {
+            f"{prefix}{name}": make_tp_sharded_tensor_for_checkpoint(
+                tensor, f"{prefix}{name}", allow_shape_mismatch=True, prepend_offsets=sharded_offsets,
+                tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+            )
+            for name, tensor in self.state_dict(keep_vars=True).items()
+        }  # fmt: skip

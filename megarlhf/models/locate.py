@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarlhf.checkpoint import steps
+from megarlhf.checkpoint import inspect, steps
 from megarlhf.config import UserError
 from megarlhf.models.spec import FILE
 
@@ -49,6 +49,11 @@ def find_tokenizer(path: str | Path) -> Path | None:
     checkpoint = path.parent if (path / FILE).is_file() else _checkpoint(path)
     tokenizer = checkpoint / "tokenizer"
     return tokenizer if tokenizer.is_dir() else None
+
+
+def has_q_heads(directory: Path) -> bool:
+    """Whether the model directory is of an ILQL model. Raises UserError if it is damaged."""
+    return "q_heads.first" in inspect(directory)
 
 
 def _named(path: Path) -> Path:

@@ -22,7 +22,10 @@ Shape = tuple[int, ...]
 
 FILE = "architecture.yaml"
 # Training pads the rows of these to what its tensor-parallel size needs (`Architecture.padded_vocab_size`).
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = (
+    "embedding.word_embeddings.weight", "output_layer.weight",
+    "q_heads.first", "q_heads.second", "q_heads.slow_first", "q_heads.slow_second",
+)  # fmt: skip
 # Sizes must be less: layers and experts are gone through one by one, and sampling holds ids in float32.
 MOST = {"num_layers": 2**14, "num_experts": 2**12, "vocab_size": 2**24}
 RANGES = (("norm_epsilon", 0, 0.1), ("rotary_base", 1, 1e12), ("rotary_percent", 0, 1), ("init_std", 0, 10))

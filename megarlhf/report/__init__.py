@@ -131,7 +131,7 @@ def read(directory: Path) -> Run:
         if not (directory / name).is_file():
             raise UserError(
                 f"{directory}: not a run directory, {name} is missing; give the one that `run:` of a configuration of "
-                "megarlhf sft, reward, dpo, kto, ppo or rl names"
+                "megarlhf sft, reward, prm, dpo, kto, ilql, ppo or rl names"
             )
     remedy = "put that of the run there again"
     config = configuration.read(directory / "run.yaml", "the configuration", remedy)
@@ -208,7 +208,7 @@ def _finite(value: Any) -> bool:
 def _facts(run: Run) -> dict[str, Any]:
     """What the page says of the run at its top."""
     program = "reward" if "normalization" in run.config else "sft"
-    program = next((name for name in ("dpo", "kto") if name in run.config), program)
+    program = next((name for name in ("dpo", "kto", "ilql") if name in run.config), program)
     if "scoring" in run.config:
         program = "ppo" if "ppo" in run.config else "rl"
     times = [time for record in run.records if _finite(time := record.get("time")) and 0 <= time < LAST_TIME]

@@ -28,13 +28,25 @@ from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.experience import sampler
 from megarlhf.experience.sampler import Sampler, SamplerConfig
-from megarlhf.models.locate import find_model, find_tokenizer
+from megarlhf.models.locate import find_model, find_tokenizer, has_q_heads
 from megarlhf.models.spec import Architecture, check_layout, check_length
 from megarlhf.train import memory, setup
 from megarlhf.train.program import Program
 from megarlhf.train.settings import RanksConfig
 
 ROUNDS = 4  # responses a slot and call of the sampler: more waste less at its end, fewer say sooner that it goes on
+
+
+@dataclass(frozen=True)
+class GenerateSamplerConfig(SamplerConfig):
+    """How responses are sampled, also with the Q values of an ILQL model."""
+
+    q_beta: float = 0.0  # of an ILQL model: tokens are drawn from softmax((logits + q_beta (Q - V)) / temperature)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.q_beta < 0:
+            raise ValueError(f"q_beta: must not be negative, not {self.q_beta}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +59,7 @@ class GenerateConfig(RanksConfig):
     tokenizer: str | None = None  # default: the one that came with the checkpoint
     chat_template: str | None = None  # a Jinja template, as text or as the name of a file; default: the tokenizer's
     dtype: Literal["bf16", "fp32"] = "bf16"
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: GenerateSamplerConfig = field(default_factory=GenerateSamplerConfig)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,10 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
     check_out(settings.out, paths(settings.prompts.path))
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
+    if settings.sampler.q_beta and not has_q_heads(source):
+        raise UserError(
+            f"sampler.q_beta: {source} has no Q heads; give a checkpoint of 'megarlhf ilql', or remove the key"
+        )
     tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)
     if tokenizer_path is None:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
@@ -128,8 +144,9 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     from megarlhf.models.build import build
 
     watchdog.phase("load")
+    role = "actor_q" if settings.sampler.q_beta else "actor"
     engine = build(
-        "actor", plan.architecture, topology, micro_batch_tokens=1, dtype=settings.dtype, awaits_checkpoint=True
+        role, plan.architecture, topology, micro_batch_tokens=1, dtype=settings.dtype, awaits_checkpoint=True
     )
     checkpoint.load(engine, plan.source, weights_only=True)
     policy = Sampler(
@@ -138,6 +155,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         prompt_length=settings.prompts.length,
         seed=settings.seed,
         eos_id=plan.tokenizer.eos_id,
+        q_beta=settings.sampler.q_beta,
     )
     num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
     # Collectives need the same number of prompts on every data-parallel rank; copies of the last prompt pad it.

@@ -1,5 +1,5 @@
-"""The offline loop: iterate over a data set (`megarlhf sft`, `reward`, `dpo`, `kto`). algorithms/interface.py defines
-algorithms."""
+"""The offline loop: iterate over a data set (`megarlhf sft`, `reward`, `prm`, `dpo`, `kto`, `ilql`).
+algorithms/interface.py defines algorithms."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def train(
         watchdog.phase("step", engine.steps + 1)
         started = time.perf_counter()
         means = engine.step(prepared(algorithm, models, training.batch(engine.steps)), algorithm.loss)
+        algorithm.after_update(engine)
         step = engine.steps
         values = metrics.values(means)
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]

@@ -190,6 +190,8 @@ def check_disk(settings: RunConfig, architecture: Architecture) -> str:
     each = models * architecture.num_parameters * (weight + 12)
     if getattr(settings, "average", None) is not None:
         each += architecture.num_parameters * 4  # in fp32
+    if getattr(settings, "ilql", None) is not None:  # two Q heads with their optimizer states, and slow copies in fp32
+        each += 2 * architecture.vocab_size * architecture.hidden_size * (weight + 12 + 4)
     run = Path(settings.run)
     there = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     evaluation = getattr(settings, "evaluation", None)

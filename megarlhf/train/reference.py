@@ -117,7 +117,9 @@ def check(
         "training": content_of(data[0]),
         "validation": content_of(data[1]),
         # which rows are compared with which others depends on the order of the data
-        "order": [settings.seed, settings.training.global_batch_size, total_steps] if algorithm.mixes_rows else None,
+        "order": [settings.seed, settings.training.global_batch_size, total_steps, _weights(data[0])]
+        if algorithm.mixes_rows
+        else None,
     }
     found = Reference(source, weights, content)
     if start.resume_from is not None:

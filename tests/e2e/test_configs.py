@@ -156,6 +156,8 @@ def directory(ranks, tmp_path_factory) -> Path:
     pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
              for prompt, better, worse in runs.reviews.preferences(40, seed=6)]  # fmt: skip
     solutions = [{"prompt": "a", "steps": ["great film", "bad plot"], "labels": [True, 0.25]}] * 40
+    rewarded = [{"prompt": review.prompt, "response": review.response, "reward": number % 3}
+                for number, review in enumerate(reviews)]  # fmt: skip
     files = {
         "ProcessRewardConfig": solutions,
         "SFTConfig": [{"prompt": review.prompt, "response": review.response} for review in reviews],
@@ -165,6 +167,7 @@ def directory(ranks, tmp_path_factory) -> Path:
             {"prompt": review.prompt, "response": review.response, "label": number % 2 == 0}
             for number, review in enumerate(reviews)
         ],
+        "ILQLRunConfig": rewarded,
         "prompts": [{"prompt": review.prompt} for review in reviews],
         "held_out": [{"prompt": review.prompt} for review in reviews[:4]],
     }

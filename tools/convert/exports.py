@@ -13,6 +13,7 @@ from tools.convert import huggingface, registry, spm, torch_dist
 from tools.convert.sources import KEPT_CONFIG, KEPT_GENERATION, OFFSET, Source
 
 OTHER_HEAD = {False: "value_head.", True: "output_layer."}  # by whether a scalar head is exported
+Q_HEADS = "q_heads."  # of ILQL; no model of transformers has such heads
 
 
 def open_model(source: Path, role: str | None) -> tuple[Source, dict[str, Any], tuple[str, ...]]:
@@ -29,7 +30,10 @@ def open_model(source: Path, role: str | None) -> tuple[Source, dict[str, Any], 
     notes: tuple[str, ...] = ()
     if others:
         notes = (f"left out: {', '.join(others)}; export that head with --role {'actor' if scalar else 'critic'}",)
-    for name in others:
+    values = [name for name in reader.specs if name.startswith(Q_HEADS)]
+    if values:
+        notes += (f"left out: {', '.join(values)}; only 'megarlhf generate' uses Q heads (sampler.q_beta)",)
+    for name in (*others, *values):
         del reader.specs[name]
         ignored.append(name)
     if (model / KEPT_CONFIG).is_file():
