@@ -25,7 +25,7 @@ STAGES = (("sft", "supervised fine-tuning"), ("prm", "process reward model"), ("
 MOST = 9  # the largest result, also on the way
 STEPS = (3, 5)  # of a sum, least and most
 SEPARATOR = ";"
-SOLVED, JUDGED, HELD_OUT, PROMPTS = 4000, 24000, 1000, 32  # SFT; PRM, its held-out ones; RL and best-of-N
+SOLVED, JUDGED, HELD_OUT, PROMPTS = 4000, 24000, 1000, 64  # SFT; PRM, its held-out ones; RL and best-of-N
 SAMPLES = 16  # of each of PROMPTS: sampler.samples_per_prompt of rl.yaml
 
 
@@ -104,7 +104,7 @@ def summary(out: Path, seconds: float) -> None:
     for name, values in zip(names, columns, strict=True):
         print(f"  {name:18}  {values[0]:6.1%}  {values[-1]:6.1%}")
     rows = [row for row in pipeline.read(out / "rl" / "samples.jsonl") if row["step"] == 1]
-    print(f"  right results among {SAMPLES} samples of the SFT model, {PROMPTS} sums:")
+    print(f"  right results among {SAMPLES} samples of the SFT model, {len(rows) // SAMPLES} sums:")
     for name, share in best_of(rows).items():
         print(f"    {name:22}  {share:6.1%}")
     right = pipeline.column(out / "rl", "scores/right/mean")

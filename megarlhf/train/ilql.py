@@ -53,8 +53,8 @@ def check(settings: ILQLRunConfig, world_size: int) -> Plan:
         mean, std = examples.moments
         if std <= 1e-12 * (1 + abs(mean)):
             raise UserError(
-                f"data.normalize: all rewards of {', '.join(paths(settings.data.train))} are {mean:g}; give responses of different "
-                "rewards, or normalize: false"
+                f"data.normalize: all rewards of {', '.join(paths(settings.data.train))} are {mean:g}; give responses "
+                "of different rewards, or normalize: false"
             )
         examples = examples.normalized(mean, std)
         validation = validation and validation.normalized(mean, std)

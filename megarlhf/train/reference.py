@@ -117,10 +117,11 @@ def check(
         "training": content_of(data[0]),
         "validation": content_of(data[1]),
         # which rows are compared with which others depends on the order of the data
-        "order": [settings.seed, settings.training.global_batch_size, total_steps, _weights(data[0])]
-        if algorithm.mixes_rows
-        else None,
+        "order": None,
     }
+    if algorithm.mixes_rows:
+        repeats = [[part.num_groups, part.weight] for part in data[0].parts]
+        content["order"] = [settings.seed, settings.training.global_batch_size, total_steps, repeats]
     found = Reference(source, weights, content)
     if start.resume_from is not None:
         check_resumed(start.resume_from, found)
@@ -184,7 +185,7 @@ def check_cache(directory: Path, content: dict[str, Any]) -> None:
             "reference": "another reference",
             "training": "other data.train",
             "validation": "other data.validation",
-            "order": "another order of the data (seed, training.global_batch_size or steps)",
+            "order": "another order of the data (seed, training.global_batch_size, steps or weights of files)",
             "format": "another version of megarlhf",
         }
         what = ", ".join(names.get(name, f"another {name}") for name in differs)
