@@ -151,6 +151,31 @@ class Comparisons(Sequences):
 
     ranks: Tensor  # (B,) int64: 0 is the best; equal ranks are ties
     margins: Tensor  # (B,) float32: the least difference that a pair's scores should have
+    nll_scale: float = 1.0  # pairs / counted tokens of the best responses, both of the global minibatch
+    # (B,) float64: the reference's log-prob of each response, where a loss needs it (algorithms/preference.py)
+    ref_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratings(Sequences):
+    """Single responses marked good or bad. `mask` is True at the tokens of the response; nowhere in rows that pad a
+    batch.
+
+    Each row's prompt stands also before the response of another row of the global minibatch (S' columns, R' = S' - 1).
+    """
+
+    labels: Tensor  # (B,) bool: good
+    mismatched_tokens: Tensor  # (B, S') int64
+    mismatched_mask: Tensor  # (B, R') bool: of the other row's response; nowhere where there is no other row
+    mismatched_segments: Tensor  # (B, S') int64
+    # what the loss adds before the split into micro-batches (algorithms/kto.py)
+    ref_logprobs: Tensor | None = None  # (B,) float64: the reference's log-prob of each response
+    baseline: float = 0.0  # z0, of the global minibatch
+
+    @property
+    def mismatched(self) -> Sequences:
+        """The prompts with the other rows' responses."""
+        return Sequences(self.mismatched_tokens, self.mismatched_mask, self.mismatched_segments)
 
 
 @dataclass(frozen=True, kw_only=True)

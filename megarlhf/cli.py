@@ -24,6 +24,8 @@ from megarlhf.config import UnknownKeyError, UserError
 PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "sft": ("megarlhf.train.sft:PROGRAM", "supervised fine-tuning on prompts and responses, chats or plain text"),
     "reward": ("megarlhf.train.reward:PROGRAM", "a reward model from preferences"),
+    "dpo": ("megarlhf.train.dpo:PROGRAM", "a policy from pairs of responses: DPO and related losses"),
+    "kto": ("megarlhf.train.kto:PROGRAM", "a policy from responses marked good or bad"),
     "serve-reward": ("megarlhf.train.serve_reward", "scores over HTTP, from a function or a reward model"),
     "rl": ("megarlhf.train.rl:PROGRAM", "a policy that scores higher, with the algorithm that the file names"),
     "ppo": ("megarlhf.train.rl:PPO", "the same with PPO"),
@@ -31,7 +33,7 @@ PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "score": ("megarlhf.train.score:PROGRAM", "the rewards of responses that exist already"),
     "select": ("megarlhf.train.select", "training data from scored responses: the best ones, pairs, scores in prompts"),
 }
-TRAINING = ("sft", "reward", "ppo", "rl")
+TRAINING = ("sft", "reward", "dpo", "kto", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
 # Flags that stand for keys of a program's configuration. With them the file is optional.
 FLAGS = {

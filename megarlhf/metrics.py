@@ -77,6 +77,11 @@ def of_loss(values: Mapping[str, tuple[Tensor, Tensor] | Metric]) -> dict[str, M
     return {name: metric.map(Tensor.detach) for name, metric in metrics.items()}
 
 
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers, without the means of nothing, such as those of a class that a batch does not have."""
+    return {name: metric.value for name, metric in metrics.items() if getattr(metric, "count", 1)}
+
+
 def add(parts: list[dict[str, Metric]]) -> dict[str, Metric]:
     """Sum of dictionaries of metrics; a name may be missing in some."""
     total: dict[str, Metric] = {}

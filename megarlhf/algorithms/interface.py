@@ -20,6 +20,7 @@ from megarlhf.metrics import Metric
 Outputs = dict[str, Tensor]  # of a head, (B, R) each
 Metrics = dict[str, tuple[Tensor, Tensor] | Metric]
 Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, Metrics]]  # (outputs, rows) -> (sum, count, metrics)
+Forwards = dict[str, Callable[[Sequences], Outputs]]  # model -> its outputs for rows, without gradients
 State = dict[str, float]  # numbers that change from batch to batch; saved with every checkpoint
 
 
@@ -136,7 +137,12 @@ class OfflineAlgorithm:
     """An algorithm that learns from a data set."""
 
     loss: Loss
-    # (this rank's rows, the forward passes of all models by name) -> the rows for the loss: computations over the whole
-    # minibatch, or with a reference's outputs, before the split into micro-batches
-    prepare: Callable[[Sequences, dict[str, Callable[[Sequences], Outputs]]], Sequences] = lambda rows, models: rows
+    # (this rank's rows, the forward passes of all models by name, the data-parallel ranks) -> the rows for the loss:
+    # computations over the whole minibatch, or with a reference's outputs, before the split into micro-batches.
+    # Collective.
+    prepare: Callable[[Any, Forwards, dist.ProcessGroup], Sequences] = lambda rows, models, group: rows
     derived: Callable[[dict[str, float]], dict[str, float]] = lambda values: {}  # from the held-out means: perplexity
+    # what `prepare` gives to the model "reference" for these rows, so that it can be computed beforehand; None: it
+    # needs no reference
+    referenced: Callable[[Any], list[Sequences]] | None = None
+    mixes_rows: bool = False  # these rows depend on which rows are in one global minibatch

@@ -21,6 +21,12 @@ def masked_sum(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None 
     return total
 
 
+def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, R) -> (B,) float64: sum_j mask * values of each row. In float64 a sum of hundreds of log-probs is exact to
+    far less than their own rounding, so it does not depend on the width R. Differentiable."""
+    return torch.where(mask.to(values.device), values, 0).double().sum(1)
+
+
 def masked_mean(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """mu = sum(mask * values) / sum(mask), a scalar; NaN if no token counts."""
     return masked_sum(values, mask, group=group) / masked_sum(mask.to(values.dtype), mask, group=group)

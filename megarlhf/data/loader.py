@@ -5,7 +5,7 @@ Legend: G rows of the global batch, B = G / dp_size rows of this rank, S tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -93,18 +93,29 @@ class Loader:
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Sequences:
         """Global batch of `rows` (G,), of which the `real` (G,) ones count -> this rank's part."""
         mine = self._mine(rows)
-        length = max(2, int(self.data.lengths[rows[mine]].max()))
-        tokens = np.full((len(mine), length), self.pad_id, np.int64)
-        mask = np.zeros((len(mine), length - 1), bool)
-        segments = np.zeros((len(mine), length), np.int64)
-        for target, (row, counts) in enumerate(zip(rows[mine], real[mine], strict=True)):
-            row_tokens, row_mask, row_segments = self.data.row(row)
-            tokens[target, : len(row_tokens)] = row_tokens
-            if counts:
-                mask[target, : len(row_tokens) - 1] = row_mask[1:]
-            segments[target, : len(row_tokens)] = 1 if row_segments is None else row_segments
-        return Sequences(*(torch.from_numpy(x) for x in (tokens, mask, segments)))
+        parts = [self.data.row(row) for row in rows[mine]]
+        parts = [
+            (tokens, mask if counts else np.zeros_like(mask), segments)
+            for (tokens, mask, segments), counts in zip(parts, real[mine], strict=True)
+        ]
+        return Sequences(*padded(parts, self.pad_id))
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:
         """This rank's rows of a global batch: indices into `rows`."""
         return shares(self.data.lengths[rows], self.dp_size)[self.dp_rank]
+
+
+def padded(
+    rows: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, mask, segments) of each row, of any lengths -> (B, S), (B, S - 1) and (B, S): padded at the right, and
+    without the mask of the first token, which is never predicted."""
+    length = max(2, *(len(tokens) for tokens, _, _ in rows))
+    all_tokens = np.full((len(rows), length), pad_id, np.int64)
+    all_masks = np.zeros((len(rows), length - 1), bool)
+    all_segments = np.zeros((len(rows), length), np.int64)
+    for target, (tokens, mask, segments) in enumerate(rows):
+        all_tokens[target, : len(tokens)] = tokens
+        all_masks[target, : len(tokens) - 1] = mask[1:]
+        all_segments[target, : len(tokens)] = 1 if segments is None else segments
+    return tuple(torch.from_numpy(x) for x in (all_tokens, all_masks, all_segments))

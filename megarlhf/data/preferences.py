@@ -180,10 +180,12 @@ class PreferenceLoader(Loader):
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
         sequences, mine = super()._batch(rows, real), rows[self._mine(rows)]
+        best = rows[real][:: self.data.num_responses]
         return Comparisons(
             **vars(sequences) | {"together": self.data.num_responses},
             ranks=torch.from_numpy(self.data.ranks[mine]),
             margins=torch.from_numpy(self.data.margins[mine]),
+            nll_scale=len(best) / int(self.data.num_counted[best].sum()),
         )
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:

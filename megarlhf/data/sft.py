@@ -5,6 +5,7 @@ Legend: N tokens of the whole data set, K rows. Stored flat: row k is [offsets[k
 
 from __future__ import annotations
 
+import functools
 from array import array
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,6 +71,11 @@ class Examples:
     def lengths(self) -> np.ndarray:
         """(K,) tokens in each row."""
         return np.diff(self.offsets)
+
+    @functools.cached_property
+    def num_counted(self) -> np.ndarray:
+        """(K,) tokens of the mask in each row."""
+        return np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """(tokens, mask, segments) of one row, without padding."""

@@ -1,4 +1,4 @@
-"""The offline loop: iterate over a data set (`megarlhf sft`, `megarlhf reward`). algorithms/interface.py defines
+"""The offline loop: iterate over a data set (`megarlhf sft`, `reward`, `dpo`, `kto`). algorithms/interface.py defines
 algorithms."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megarlhf import metrics
-from megarlhf.algorithms.interface import OfflineAlgorithm
+from megarlhf.algorithms.interface import OfflineAlgorithm, Outputs
 from megarlhf.batch import Sequences
 from megarlhf.checkpoint import Checkpoints
 from megarlhf.cluster import slurm, watchdog
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
 
+class Forward(Protocol):
+    """A model that is not trained here."""
+
+    def forward(self, batch: Sequences) -> Outputs:
+        """As `Engine.forward`."""
+
+
 def train(
     algorithm: OfflineAlgorithm,
-    models: dict[str, Engine],
+    models: dict[str, Engine | Forward],
     training: Loader,
     validation: Loader | None,
     *,
@@ -36,7 +43,8 @@ def train(
     before_save: Callable[[int], None] = lambda step: None,
 ) -> None:
     """From engine.steps to engine.total_steps, one update a step. A batch is a function of the step, so the step is the
-    data cursor. `models`: the trained one comes first; the others, such as a reference, are only run forward.
+    data cursor. `models`: the trained one comes first; the others, such as a reference or its cached outputs, are only
+    run forward.
     `before_save(step)`: called before each checkpoint; collective."""
     role, engine = next(iter(models.items()))
     total = engine.total_steps
@@ -48,7 +56,7 @@ def train(
         started = time.perf_counter()
         means = engine.step(prepared(algorithm, models, training.batch(engine.steps)), algorithm.loss)
         step = engine.steps
-        values = {name: mean.value for name, mean in means.items()}
+        values = metrics.values(means)
         bad = [name for name, value in values.items() if not math.isfinite(value) and name != "grad_norm"]
         if bad:  # grad_norm is not checked: the engine skips the update
             names = ", ".join(bad)
@@ -76,18 +84,21 @@ def train(
     job.close(engine.steps, total)
 
 
-def prepared(algorithm: OfflineAlgorithm, models: dict[str, Engine], rows: Sequences) -> Sequences:
+def prepared(algorithm: OfflineAlgorithm, models: dict[str, Engine | Forward], rows: Sequences) -> Sequences:
     """This rank's rows as the loss reads them."""
-    return algorithm.prepare(rows, {name: engine.forward for name, engine in models.items()})
+    group = next(iter(models.values())).topology.data_group
+    return algorithm.prepare(rows, {name: model.forward for name, model in models.items()}, group)
 
 
-def evaluate(algorithm: OfflineAlgorithm, models: dict[str, Engine], validation: Loader, log: Log) -> dict[str, float]:
+def evaluate(
+    algorithm: OfflineAlgorithm, models: dict[str, Engine | Forward], validation: Loader, log: Log
+) -> dict[str, float]:
     """The means of the loss over the whole held-out set, recorded under `validation/`."""
     engine, parts = next(iter(models.values())), []
     for batch in validation.epoch_batches():
         watchdog.phase("evaluate", engine.steps)
         parts.append(engine.evaluate(prepared(algorithm, models, batch), algorithm.loss))
-    values = {name: mean.value for name, mean in metrics.add(parts).items()}
+    values = metrics.values(metrics.add(parts))
     values |= algorithm.derived(values)
     log.record(engine.steps, {f"validation/{name}": value for name, value in values.items()})
     shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())

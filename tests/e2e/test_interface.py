@@ -172,7 +172,7 @@ class Referenced(Sequences):
     ref_logprobs: torch.Tensor  # (B, R)
 
 
-def with_reference(rows, models):
+def with_reference(rows, models, group):
     return Referenced(**vars(rows), ref_logprobs=models["reference"](rows)["logprobs"])
 
 

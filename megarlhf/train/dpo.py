@@ -1,0 +1,67 @@
+"""`megarlhf dpo`: a policy from pairs of responses, without a reward model: the offline loop on comparisons.
+
+It has DPO and the losses that followed it (algorithms/preference.py). The policy starts from an SFT model, and so does
+the reference, if the loss has one (train/reference.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from megarlhf import config
+from megarlhf.algorithms.preference import PreferenceConfig, preference
+from megarlhf.cluster.parallel import Topology
+from megarlhf.config import UserError
+from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, load_preferences
+from megarlhf.train import reference, setup
+from megarlhf.train.program import Prepared, Program, training
+from megarlhf.train.reference import Plan, ReferencedRunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(ReferencedRunConfig):
+    """One section for each thing it configures. model.checkpoint: the SFT model."""
+
+    data: PreferenceDataConfig
+    dpo: PreferenceConfig = field(default_factory=PreferenceConfig)
+
+
+def check(settings: DPOConfig, world_size: int) -> Plan:
+    """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
+    settings.training.check_batch(settings.parallel, world_size, together=2)
+    if settings.data.num_responses != 2:
+        raise UserError(
+            f"data.num_responses: {settings.dpo.loss} compares 2 responses, not {settings.data.num_responses}; give "
+            "pairs, or train a reward model on rankings with megarlhf reward"
+        )
+    start = setup.find(settings, length=settings.data.max_length, role="actor")
+    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
+    data, notes = [], []
+    for path in (settings.data.train, settings.data.validation):
+        pairs = None
+        if path is not None:
+            pairs, report = load_preferences(path, start.tokenizer, settings.data, counted="response")
+            notes.append(report.summary())
+            if pairs.margins.any() and not settings.dpo.form.margins:
+                raise UserError(
+                    f"{path}: has margins, which the loss {settings.dpo.loss} does not use; choose dpo, or give "
+                    "data.margin_key a name that the data does not have"
+                )
+        data.append(pairs)
+    total = settings.training.total_steps(len(data[0]))
+    settings.optimizer.check_steps(total)
+    algorithm = preference(settings.dpo)
+    return Plan(
+        start=start, total_steps=total, notes=tuple(notes), training=data[0], validation=data[1], algorithm=algorithm,
+        reference=reference.check(settings, start, algorithm, tuple(data), total, loss=settings.dpo.loss),
+    )  # fmt: skip
+
+
+def prepare(settings: DPOConfig, plan: Plan, topology: Topology) -> Prepared:
+    """Build and load. Collective."""
+    loss = f"{settings.dpo.loss}, beta {settings.dpo.beta:g}, {settings.dpo.logprobs} of log-probs"
+    return reference.prepare(settings, plan, topology, make_loader=PreferenceLoader, banner={"loss": loss})
+
+
+PROGRAM = Program((DPOConfig,), partial(config.load, DPOConfig), check, training(prepare))
