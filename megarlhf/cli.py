@@ -32,6 +32,7 @@ PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "generate": ("megarlhf.train.generate:PROGRAM", "responses to a file of prompts"),
     "score": ("megarlhf.train.score:PROGRAM", "the rewards of responses that exist already"),
     "select": ("megarlhf.train.select", "training data from scored responses: the best ones, pairs, scores in prompts"),
+    "rounds": ("megarlhf.train.rounds", "learning from own samples: generate, score, select and train, round by round"),
 }
 TRAINING = ("sft", "reward", "dpo", "kto", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"

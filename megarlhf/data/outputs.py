@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megarlhf.config import UserError
 
@@ -37,22 +37,36 @@ def check_out(given: str, source: str, what: str) -> None:
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> int:
     """Write the file atomically, a line at a time. Returns the number of lines. Raises UserError."""
-    partial, count = _partial(path), 0
+    count = 0
+    with _replacing(path) as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file atomically. Raises UserError."""
+    with _replacing(path) as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file that takes the place of `path` at the end; without an end nothing changes."""
+    partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                count += 1
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(f"out: {path} cannot be written ({error.strerror}); make room and start again")
-    except UserError:  # of `lines`
+    except UserError:  # of the lines
         partial.unlink(missing_ok=True)
         raise
-    return count
 
 
 def _partial(path: Path) -> Path:

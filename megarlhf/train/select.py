@@ -38,6 +38,7 @@ _KINDS = {  # key: the kinds that read it
     "attributes": ("conditional",),
     "values": ("conditional", "ask"),
     "levels": ("conditional", "ask"),
+    "words": ("conditional", "ask"),
     "decimals": ("conditional", "ask"),
     "ask": ("ask",),
 }
@@ -67,6 +68,7 @@ class SelectConfig:
     attributes: tuple[str, ...] = ("score",)  # conditional: "score", names of sources or keys of a line
     values: Literal["z", "levels"] = "z"  # z-scores over the file, or levels of equally many responses
     levels: int = 5  # levels: from 0, the worst, to levels - 1
+    words: tuple[str, ...] | None = None  # levels: their names in the prompt, the worst first; default: 0, 1, ...
     decimals: int = 1  # z: digits after the point
     ask: dict[str, float] = field(default_factory=dict)  # ask: {attribute: value}, in units of `values`
 
@@ -78,6 +80,8 @@ class SelectConfig:
                 raise ValueError(f"{name}: is for kind {' and '.join(kinds)}, not for {self.kind}; remove it")
         if self.levels < 2 or self.decimals < 0:
             raise ValueError(f"levels: must be at least 2, and decimals 0, not {self.levels} and {self.decimals}")
+        if self.words is not None and (self.values != "levels" or len({*self.words}) != self.levels):
+            raise ValueError(f"words: must be {self.levels} different names, one for each level, with values: levels")
         if self.min_margin < 0:
             raise ValueError(f"min_margin: must not be negative, not {self.min_margin}")
         if self.kind not in ("conditional", "ask"):
@@ -104,10 +108,14 @@ class SelectConfig:
 
     def rendered(self, prompt: str, values: dict[str, float]) -> str:
         """The new prompt. Braces within `prompt` stay as they are."""
-        digits = self.decimals if self.values == "z" else 0
-        # + 0.0: a rounded -0.04 must not be "-0.0"
-        texts = {name: f"{round(value, digits) + 0.0:.{digits}f}" for name, value in values.items()}
+        texts = {name: self._shown(value) for name, value in values.items()}
         return _FIELD.sub(lambda found: (texts | {"prompt": prompt})[found[1]], self.template)
+
+    def _shown(self, value: float) -> str:
+        if self.words is not None:
+            return self.words[int(value)]
+        digits = self.decimals if self.values == "z" else 0
+        return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: a rounded -0.04 must not be "-0.0"
 
 
 def main(path: str | None, overrides: list[str]) -> None:
