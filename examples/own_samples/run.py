@@ -58,16 +58,8 @@ def first_models() -> None:
 
 
 def rounds(chain: str, seed: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "megarlhf",
-        "rounds",
-        "--config",
-        str(HERE / f"{chain}.yaml"),
-        f"seed={seed}",
-        LAUNCH,
-    ]
+    config = str(HERE / f"{chain}.yaml")
+    command = [sys.executable, "-m", "megarlhf", "rounds", "--config", config, f"seed={seed}", LAUNCH]
     status = subprocess.run(command, cwd=pipeline.ROOT, env=pipeline.environment())
     if status.returncode:
         sys.exit(status.returncode)
@@ -76,13 +68,11 @@ def rounds(chain: str, seed: int) -> None:
 def judge_rounds(chain: str) -> None:
     """Print how many reviews of each policy are positive."""
     settings = yaml.safe_load((HERE / f"{chain}.yaml").read_text())
-    print("\n  policy        positive by the true judge, held-out prompts")
     trainer = "sft" if "sft" in settings else "dpo"
     policies = {"first": pipeline.ROOT / settings["model"]}
     policies |= {f"round {n}": OUT / chain / f"round_{n}" / trainer for n in range(1, settings["rounds"] + 1)}
-    shown = {}
-    for name, policy in policies.items():
-        shown[name] = sampled(policy, OUT / "held_out.jsonl", OUT / chain / f"judged_{name.replace(' ', '_')}.jsonl")
+    shown = {name: sampled(chain, name, policy) for name, policy in policies.items()}
+    print("\n  policy        positive by the true judge, held-out prompts")
     for name, samples in shown.items():
         print(f"  {name:<12}  {demo.positive(samples):6.1%}   {samples[0]['prompt']} | {samples[0]['response']}")
 
@@ -91,8 +81,7 @@ def judge_conditional() -> None:
     """Print how many reviews are positive where a high score was asked for, and a low one."""
     settings = yaml.safe_load((HERE / "conditional.yaml").read_text())["select"]
     told = [f"{key}={json.dumps(settings[key])}" for key in ("template", "values", "levels", "words")]
-    first = sampled(demo.OUT / "sft", OUT / "held_out.jsonl", OUT / "conditional" / "judged_first.jsonl")
-    shown = {"first": first}
+    shown = {"first": sampled("conditional", "first", demo.OUT / "sft")}
     for name, level in ASKED.items():
         prompts = OUT / "conditional" / f"prompts_{name}.jsonl"
         command = [
@@ -101,8 +90,7 @@ def judge_conditional() -> None:
         ]  # fmt: skip
         if subprocess.run(command, cwd=pipeline.ROOT, env=pipeline.environment()).returncode:
             sys.exit(2)
-        policy = OUT / "conditional" / "round_1" / "sft"
-        shown[name] = sampled(policy, prompts, OUT / "conditional" / f"judged_{name}.jsonl")
+        shown[name] = sampled("conditional", name, OUT / "conditional" / "round_1" / "sft", prompts)
     print("\n  asked for     positive by the true judge, held-out prompts")
     for name, samples in shown.items():
         print(
@@ -110,11 +98,14 @@ def judge_conditional() -> None:
         )
 
 
-def sampled(policy: Path, prompts: Path, out: Path) -> list[dict]:
-    """A review of the policy for each of the prompts, at temperature 1."""
+def sampled(chain: str, name: str, policy: Path, prompts: Path = OUT / "held_out.jsonl") -> list[dict]:
+    """A review of the policy for each of the prompts, sampled as in the chain, with other noise."""
+    out = OUT / chain / f"judged_{name.replace(' ', '_')}.jsonl"
     if not out.exists():
-        overrides = (f"checkpoint={policy}", f"prompts.path={prompts}", f"out={out}")
-        pipeline.stage("generate", HERE / "judge.yaml", pipeline.ROOT, *overrides)
+        overrides = {"checkpoint": policy, "out": out, "prompts.path": prompts, "prompts.length": 32, "seed": 1000,
+                     "sampler.samples_per_prompt": 1}  # fmt: skip
+        given = (f"{key}={value}" for key, value in overrides.items())
+        pipeline.stage("generate", OUT / chain / "round_1" / "generate.yaml", pipeline.ROOT, *given)
     return list(pipeline.read(out))
 
 

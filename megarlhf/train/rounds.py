@@ -151,7 +151,7 @@ def main(path: str | None, overrides: list[str]) -> None:
     left = list(unfinished(chain))
     for stage in left:
         stage.file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(stage.file, yaml.safe_dump(stage.values, sort_keys=False, allow_unicode=True))
+        write_text(stage.file, config.dump_values(stage.values))
     if settings.plan:
         for stage in left:
             print(stage.program, stage.file)

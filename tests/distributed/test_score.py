@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarlhf import config
 from megarlhf.config import UserError
 from megarlhf.data.prompts import PromptSet
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.tokenizer import load_tokenizer, token_id
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.train import generate, score, scoring
 from tests.distributed.layouts import layout
@@ -46,17 +46,20 @@ def scoring_of(directory) -> dict:
     }
 
 
-def rollouts():
-    """Sampled rows as the online loop has them; some end with EOS, id 2."""
+def rollouts(tokenizer):
+    """Sampled rows as the online loop has them; some end with EOS, some have a full stop before."""
     rollout = make_rollout(ROWS, *COLUMNS, stop=True, vocab=300)
     tokens, last = rollout.tokens.clone(), COLUMNS[0] + rollout.mask.sum(1) - 1
-    tokens[torch.arange(0, ROWS, 2), last[::2]] = 2
+    tokens[torch.arange(0, ROWS, 2), last[::2]] = tokenizer.eos_id
+    long = rollout.mask.sum(1) > 2
+    tokens[long, COLUMNS[0] + 1] = token_id(tokenizer, ".", "")
     return dataclasses.replace(rollout, tokens=tokens)
 
 
 def online(directory, settings):
     """The scores of the online loop's scorer, and the file that `megarlhf generate` would have written."""
-    tokenizer, rollout = load_tokenizer(directory / "tokenizer.model"), rollouts()
+    tokenizer = load_tokenizer(directory / "tokenizer.model")
+    rollout = rollouts(tokenizer)
     prompts = PromptSet(
         [],
         [f"question {row}" for row in range(ROWS)],
@@ -142,7 +145,8 @@ def test_texts(ranks, directory):
         ((found,),) = ranks.run(1, run_all, directory, [({}, {})])
         results.append([(line["score"], line["scores"]) for line in found])
     assert results[0] == results[1]
-    assert [said["answers"] for _, said in results[0]] == [k * 0.25 - len(LETTERS[k + 1]) for k in (0, 2, 4)]
+    # the second is cut behind its first full stop
+    assert [said["answers"] for _, said in results[0]] == [-len(" is slow ."), 0.5 - len(" that moves."), 1.0 - 1]
 
 
 def test_mistakes_in_files(ranks, directory):
