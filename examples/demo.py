@@ -28,7 +28,7 @@ def main() -> None:
     started = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    write_data()
+    write_data(OUT)
     for number, (program, title) in enumerate(STAGES, start=1):
         print(f"\n== {number}/{len(STAGES)}  {title}", flush=True)
         pipeline.stage(program, CONFIGS / f"demo_{program}.yaml", pipeline.ROOT, f"seed={seed}")
@@ -36,18 +36,19 @@ def main() -> None:
     summary(time.monotonic() - started)
 
 
-def write_data() -> None:
+def write_data(out: Path, tokenizer: str = "reviews") -> None:
+    """Write the data of all stages and the tokenizer."""
     for name, count, seed in (("train", 6000, 1), ("validation", 500, 2)):
         pipeline.write(
-            OUT / f"sft.{name}.jsonl",
+            out / f"sft.{name}.jsonl",
             ({"prompt": r.prompt, "response": r.response} for r in reviews.reviews(count, seed)),
         )
         triples = reviews.preferences(count // 2, seed + 10)
         pipeline.write(
-            OUT / f"preferences.{name}.jsonl", ({"prompt": p, "chosen": c, "rejected": r} for p, c, r in triples)
+            out / f"preferences.{name}.jsonl", ({"prompt": p, "chosen": c, "rejected": r} for p, c, r in triples)
         )
-    pipeline.write(OUT / "prompts.jsonl", ({"prompt": r.prompt} for r in reviews.reviews(4000, seed=3)))
-    reviews.train_tokenizer([r.prompt + r.response for r in reviews.reviews(2000, seed=4)], str(OUT / "reviews"))
+    pipeline.write(out / "prompts.jsonl", ({"prompt": r.prompt} for r in reviews.reviews(4000, seed=3)))
+    reviews.train_tokenizer([r.prompt + r.response for r in reviews.reviews(2000, seed=4)], str(out / tokenizer))
 
 
 def summary(seconds: float) -> None:

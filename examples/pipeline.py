@@ -35,12 +35,13 @@ def arguments(doc: str, out: str, files: tuple[str, ...] = ()) -> argparse.Names
     return args
 
 
-def stage(program: str, config: Path, directory: Path, *overrides: str) -> None:
+def stage(program: str, config: Path | None, directory: Path, *overrides: str) -> None:
     """`megarlhf program` on 2 CPU ranks in `directory`, to which the configuration's paths are relative. Exits if it
     fails."""
+    given = [] if config is None else ["--config", str(config)]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "-m", "megarlhf", program, "--config", str(config), *overrides,
+        "-m", "megarlhf", program, *given, *overrides,
     ]  # fmt: skip
     status = subprocess.run(command, cwd=directory, env=environment())
     if status.returncode:

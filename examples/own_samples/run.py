@@ -48,7 +48,7 @@ def first_models() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     if not (demo.OUT / "reviews.model").exists():
         demo.OUT.mkdir(parents=True, exist_ok=True)
-        demo.write_data()
+        demo.write_data(demo.OUT)
     for program in ("sft", "reward"):
         if not (demo.OUT / program / "checkpoints" / "latest").exists():
             pipeline.stage(program, demo.CONFIGS / f"demo_{program}.yaml", pipeline.ROOT)

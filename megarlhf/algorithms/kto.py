@@ -29,7 +29,7 @@ RatingLossName = Literal["kto", "apo_zero_unpaired"]
 class KTOConfig:
     """The loss. docs/preferences.md has the formulas."""
 
-    # kto: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8; apo_zero_unpaired: the same with z0 = 0
+    # kto: Ethayarajh et al. 2024, arXiv:2402.01306; apo_zero_unpaired: the same with z0 = 0
     loss: RatingLossName = "kto"
     beta: float = 0.1
     desirable_weight: float = 1.0  # of good responses
@@ -74,7 +74,7 @@ def derangement(prompts: Sequence[int] | np.ndarray) -> np.ndarray | None:
 
 def prepare(rows: Ratings, models: Forwards, group: dist.ProcessGroup | None, *, config: KTOConfig) -> Ratings:
     """The rows with the reference's log-probs and with z0, the mean of h over mismatched prompts and responses of the
-    minibatch, at least 0: an estimate of KL(policy, reference) (arXiv:2402.01306, section 4.1). Both passes are without
+    minibatch, at least 0: an estimate of KL(policy, reference) (arXiv:2402.01306). Both passes are without
     gradients. One z0 for all ranks of `group`; it is clamped after it is averaged. Collective."""
     rows = replace(rows, ref_logprobs=row_sums(models["reference"](rows)["logprobs"], rows.mask))
     if config.loss != "kto":

@@ -38,6 +38,7 @@ HIGHLIGHTS = (
     ("Entropy, nats", "objective/entropy", 0),
     ("Held-out prompts answered right", "evaluation/greedy", 1),
     ("Held-out accuracy", "validation/accuracy", 1),
+    ("Held-out margin", "validation/margins", 1),
     ("Held-out perplexity", "validation/perplexity", -1),
     ("Held-out loss", "validation/loss", -1),
     ("Training loss", "loss", -1),
@@ -99,7 +100,12 @@ def render(run: Path) -> str:
     import jinja2
 
     found = read(run)
-    groups = {"Evaluation": _evaluation(found), **GROUPS, "Sources": _sources(found), "Other": _others(found)}
+    own = {"Evaluation": _evaluation(found), "Preferences": (pairs := _preferences(found))}
+    shown = {name for chart in pairs for name in chart.curves}
+    common = {
+        group: tuple(chart for chart in charts if not shown >= chart.curves.keys()) for group, charts in GROUPS.items()
+    }
+    groups = {**own, **common, "Sources": _sources(found), "Other": _others(found)}
     grids = {group: _grid(found, charts) for group, charts in groups.items()}
     values = {
         "facts": _facts(found),
@@ -125,7 +131,7 @@ def read(directory: Path) -> Run:
         if not (directory / name).is_file():
             raise UserError(
                 f"{directory}: not a run directory, {name} is missing; give the one that `run:` of a configuration of "
-                "megarlhf sft, reward, ppo or rl names"
+                "megarlhf sft, reward, dpo, kto, ppo or rl names"
             )
     remedy = "put that of the run there again"
     config = configuration.read(directory / "run.yaml", "the configuration", remedy)
@@ -202,6 +208,7 @@ def _finite(value: Any) -> bool:
 def _facts(run: Run) -> dict[str, Any]:
     """What the page says of the run at its top."""
     program = "reward" if "normalization" in run.config else "sft"
+    program = next((name for name in ("dpo", "kto") if name in run.config), program)
     if "scoring" in run.config:
         program = "ppo" if "ppo" in run.config else "rl"
     times = [time for record in run.records if _finite(time := record.get("time")) and 0 <= time < LAST_TIME]
@@ -271,9 +278,30 @@ def _evaluation(run: Run) -> tuple[Chart, ...]:
     )
 
 
+def _preferences(run: Run) -> tuple[Chart, ...]:
+    """How far a policy tells chosen responses from rejected ones; of megarlhf dpo and kto."""
+    if not run.config.keys() & {"dpo", "kto"}:
+        return ()
+    charts = [
+        Chart("Accuracy", "share", {"accuracy": "training", "validation/accuracy": "held-out"}, ("chance", 0.5)),
+        Chart("Margins", "beta × (chosen − rejected)", {"margins": "training", "validation/margins": "held-out"}),
+        Chart("Baseline z0", "nats a response", {"baseline": "training", "validation/baseline": "held-out"}),
+    ]
+    for what, title in (("logratios", "Log-ratios to the reference"), ("logprobs", "Log-probs")):
+        for how, unit in (("sum", "nats a response"), ("mean", "nats a token")):
+            for prefix, data in (("", "training"), ("validation/", "held-out")):
+                curves = {f"{prefix}{what}_{how}/{kind}": kind for kind in ("chosen", "rejected")}
+                charts.append(Chart(title, f"{unit}, {data}", curves))
+    terms = {f"loss/{name}": text for name, text in (("preference", "preference"), ("nll_token", "NLL a token"),
+                                                     ("nll_sequence", "NLL a token, mean of responses"))}  # fmt: skip
+    return (*charts, Chart("Terms of the loss", "training", terms))
+
+
 def _others(run: Run) -> tuple[Chart, ...]:
     """A chart for each number that no group shows: nothing recorded is left out."""
-    charts = [chart for group in (*GROUPS.values(), _evaluation(run), _sources(run)) for chart in group]
+    charts = [
+        chart for group in (*GROUPS.values(), _evaluation(run), _preferences(run), _sources(run)) for chart in group
+    ]
     known = {"step", "time"} | {name for chart in charts for name in chart.curves}
     names = [name for name in run.names() if name not in known and not name.startswith(("time/", "gate/"))]
     return tuple(Chart(name, "", {name: name}) for name in names)

@@ -60,7 +60,7 @@ def check(settings: DPOConfig, world_size: int) -> Plan:
 
 def prepare(settings: DPOConfig, plan: Plan, topology: Topology) -> Prepared:
     """Build and load. Collective."""
-    loss = f"{settings.dpo.loss}, beta {settings.dpo.beta:g}, {settings.dpo.logprobs} of log-probs"
+    loss = f"{settings.dpo.loss}, beta {settings.dpo.b:g}, {settings.dpo.normalization} of log-probs"
     return reference.prepare(settings, plan, topology, make_loader=PreferenceLoader, banner={"loss": loss})
 
 

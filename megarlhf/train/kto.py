@@ -57,7 +57,7 @@ def balance(loss: LossConfig, good: int, bad: int) -> list[str]:
         return []
     return [
         f"weights: kto.desirable_weight x good responses is {ratio:.2g} times kto.undesirable_weight x bad ones; the "
-        "authors advise 1 to 1.33 (arXiv:2402.01306, eq. 9)"
+        "authors advise 1 to 1.33 (arXiv:2402.01306)"
     ]
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,9 +261,14 @@ def frozen(
 
     start, total, cache = plan.start, plan.total_steps, settings.reference.cache
     if cache is not None:
-        there = [None]
-        if topology.rank == 0:
-            there = [Path(cache).exists()]
+        there, failure = [False], None
+        if topology.rank == 0 and Path(cache).exists():
+            there = [True]
+            try:
+                check_cache(Path(cache), plan.reference.content)  # another job may have made it since the start
+            except UserError as error:
+                failure = str(error)
+        raise_together(failure)
         dist.broadcast_object_list(there, src=0)
         if there[0]:
             return Cached.read(Path(cache), topology)
@@ -274,7 +279,7 @@ def frozen(
         checkpoint.load(engine, plan.reference.source, weights_only=True)
     if cache is None:
         return engine
-    write_cache(Path(cache), engine, plan, batches(plan, training, validation))
+    write_cache(Path(cache), engine, plan.reference.content, batches(plan, training, validation))
     return Cached.read(Path(cache), topology)
 
 
@@ -287,10 +292,10 @@ def batches(plan: Plan, training: Loader, validation: Loader | None) -> Iterator
         yield from plan.algorithm.referenced(training.batch(step))
 
 
-def write_cache(directory: Path, engine: Engine, plan: Plan, parts: Iterator[Sequences]) -> None:
+def write_cache(directory: Path, engine: Engine, content: dict[str, Any], parts: Iterable[Sequences]) -> None:
     """Run the reference over `parts` and write what it says about each row once. The directory gets its name when it is
     complete. Collective."""
-    topology, content = engine.topology, plan.reference.content
+    topology = engine.topology
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     if topology.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -167,6 +167,10 @@ def directory(ranks, tmp_path_factory) -> Path:
         "SFTConfig": [{"prompt": review.prompt, "response": review.response} for review in reviews],
         "RewardConfig": pairs,
         "DPOConfig": pairs,
+        "KTOConfig": [
+            {"prompt": review.prompt, "response": review.response, "label": number % 2 == 0}
+            for number, review in enumerate(reviews)
+        ],
         "prompts": [{"prompt": review.prompt} for review in reviews],
         "held_out": [{"prompt": review.prompt} for review in reviews[:4]],
     }

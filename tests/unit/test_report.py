@@ -105,6 +105,23 @@ def render(*args, **kwargs) -> Page:
     return Page(report.render(make(*args, **kwargs)))
 
 
+@pytest.mark.parametrize("program", ["dpo", "kto"])
+def test_pairs_have_a_section(tmp_path, program):
+    """With log-ratios of chosen and rejected, margins and accuracies, each of them once."""
+    names = ("accuracy", "margins", "logratios_sum/chosen", "logratios_sum/rejected", "logprobs_sum/chosen")
+    names += ("baseline",) if program == "kto" else ("loss/preference", "loss/nll_token", "logprobs_sum/rejected")
+    records = [record(step, loss=1.0, **{name: 0.1 * step for name in names}) for step in (1, 2)]
+    records.append(record(2, **{f"validation/{name}": 0.2 for name in names if "loss" not in name}))
+    config = {key: value for key, value in CONFIG.items() if key not in ("ppo", "scoring")} | {program: {}, "data": {}}
+    run = make(tmp_path / "run", records, config=config)
+    page, grids = render(tmp_path / "run", records, config=config), report._preferences(report.read(run))
+    text = page.text()
+    assert f"megarlhf {program}" in text and "Preferences" in text and "Log-ratios to the reference" in text
+    assert ("Validation" in text, "Other" in text, text.count("Accuracy ")) == (False, False, 1), text
+    drawn = sum(len(chart.curves.keys() & {*names}) for chart in grids)
+    assert drawn == len(names)
+
+
 def test_curves_have_a_point_for_each_record(tmp_path):
     records = [record(0, **{"validation/loss": 5.0})]
     records += [record(step, loss=4.0 / step, grad_norm=1.0) for step in range(1, 31)]

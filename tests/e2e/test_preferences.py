@@ -1,0 +1,243 @@
+"""`megarlhf dpo` and `megarlhf kto` as users run them: they learn, they survive kill -9 exactly with the reference in
+the run and cached, and mistakes are one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarlhf import cli
+from megarlhf.train import reference
+from tests.distributed.layouts import layout
+from tests.e2e import runs
+from tests.e2e.runs import CLI, finish, start
+
+STEPS = 6
+PAIR = {"prompt": "the plot", "chosen": " was superb .", "rejected": " was dull ."}
+RATING = {"prompt": "the plot", "response": " was superb .", "label": True}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def directory(straight, tmp_path_factory) -> Path:
+    """dpo.yaml and kto.yaml over the session's SFT run, with their data."""
+    path = tmp_path_factory.mktemp("preferences")
+    for name, count, seed in (("train", 40, 6), ("validation", 9, 7)):
+        pairs = [dict(zip(PAIR, triple, strict=True)) for triple in runs.reviews.preferences(count, seed)]
+        rows = [(pair["prompt"], pair[key], key == "chosen") for key in ("chosen", "rejected") for pair in pairs]
+        write(path / f"pairs.{name}.jsonl", pairs)
+        write(path / f"ratings.{name}.jsonl", [dict(zip(RATING, row, strict=True)) for row in rows])
+    for program, data in (("dpo", "pairs"), ("kto", "ratings")):
+        tree = {
+            "run": str(path / "unused"),
+            "model": {"checkpoint": str(straight[0]), "dtype": "fp32"},
+            "data": {"train": str(path / f"{data}.train.jsonl"), "validation": str(path / f"{data}.validation.jsonl"),
+                     "max_length": 64},
+            program: {},
+            "training": {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": STEPS, "evaluate_every": 3},
+            "optimizer": {"lr": 3e-3, "eps": 1e-4},
+            "checkpoint": {"every": 2},
+        }  # fmt: skip
+        (path / f"{program}.yaml").write_text(yaml.safe_dump(tree))
+    return path
+
+
+def numbers(run):
+    """What is recorded of each step, without times."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [
+        {k: v for k, v in record.items() if k not in ("time", "step_seconds", "tokens_per_second")}
+        for record in records
+    ]
+
+
+def run_programs(program, path, cases):
+    """Runs of a program in this process, one after the other."""
+    import torch.distributed as dist
+
+    found = cli.find(program)
+    for overrides in cases:
+        settings = found.load(str(path), overrides)
+        plan = found.check(settings, dist.get_world_size())
+        with layout(**dataclasses.asdict(settings.parallel)) as topology:
+            found.run(settings, plan, topology)
+
+
+def nearly(run, expected):
+    """Accuracies apart while the log-ratios are 0: then rounding decides."""
+    assert len(run) == len(expected) > STEPS
+    for got, wanted in zip(run, expected, strict=True):
+        undecided = {"accuracy", "validation/accuracy"} if wanted["step"] < 2 else {}
+        got, wanted = ({k: v for k, v in record.items() if k not in undecided} for record in (got, wanted))
+        assert got == pytest.approx(wanted, rel=1e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("program", ["dpo", "kto"])
+def test_it_learns_in_any_layout_with_and_without_a_cache(ranks, directory, tmp_path, program):
+    path, cache = directory / f"{program}.yaml", tmp_path / "cache"
+    runs_of = {
+        1: {"one": [], "micro": ["training.micro_batch_tokens=1"], "made": [f"reference.cache={cache}"],
+            "read": [f"reference.cache={cache}"]},
+        2: {"tp2": ["parallel.tensor=2", "parallel.sequence=true"], "pp2": ["parallel.pipeline=2"], "dp2": [],
+            "read2": [f"reference.cache={cache}"], "made2": [f"reference.cache={cache}2"]},
+    }  # fmt: skip
+    for world_size, cases in runs_of.items():
+        given = [[f"run={tmp_path / name}", *more] for name, more in cases.items()]
+        ranks.run(world_size, run_programs, program, path, given)
+    one = numbers(tmp_path / "one")
+    first, last = (record["validation/loss"] for record in (one[0], one[-1]))
+    assert first == pytest.approx({"dpo": math.log(2), "kto": 0.5}[program], abs=1e-6) and last < first - 0.01
+    assert one[0]["validation/margins"] == 0 and one[-1]["validation/margins"] > 0.05
+    assert one[0]["validation/accuracy"] == 0.5 and one[1]["loss"] == pytest.approx(first, abs=1e-6)
+    for cases in runs_of.values():
+        for name in cases:
+            nearly(numbers(tmp_path / name), one)
+    assert numbers(tmp_path / "made") == numbers(tmp_path / "read")
+    assert len(list(Path(f"{cache}2").glob("*.keys.npy"))) == 2 and not list(tmp_path.glob("*.unfinished"))
+
+
+def test_kill_9_and_resume_equals_a_straight_run(directory, tmp_path):
+    """Also with a cache, which the resumed run reads: the reference stays what the run began with."""
+    for how in ([], [f"reference.cache={tmp_path / 'cache'}"]):
+        name = "cached" if how else "plain"
+        command = (sys.executable, *CLI, "dpo", "--config", str(directory / "dpo.yaml"), *how)
+        done = finish(*command, f"run={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        process = start(*command, f"run={tmp_path / name}.killed")
+        deadline = time.monotonic() + 240
+        while not (tmp_path / f"{name}.killed" / "checkpoints" / "step_00000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        done = finish(*command, f"run={tmp_path / name}.killed")
+        assert done.returncode == 0 and "resuming" in done.stderr, done.stderr
+        straight, killed = (numbers(tmp_path / run) for run in (name, f"{name}.killed"))
+        assert killed == straight and straight[-1]["validation/margins"] > 0.05
+    nearly(numbers(tmp_path / "cached"), numbers(tmp_path / "plain"))
+    step = tmp_path / "plain" / "checkpoints" / f"step_{STEPS:08d}"
+    assert {path.name for path in step.iterdir()} == {
+        "actor", "tokenizer", "run.yaml", "state.json", "checksums.json", reference.FILE,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+def error(capsys, program, path, *overrides):
+    assert cli.main([program, "--config", str(path), *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("megarlhf: error: ")
+
+
+LONG = "the plot " * 60
+BAD_DATA = {
+    "no rejected": ("dpo", [{"prompt": "a", "chosen": " b"}], ":1: no key 'rejected' (found: prompt, chosen); 1 of 1"),
+    "equal answers": ("dpo", [PAIR | {"rejected": PAIR["chosen"]}], "1 dropped (better and worse responses alike)"),
+    "no room for pairs": ("dpo", [PAIR | {"prompt": LONG}], "1 dropped ("),
+    "margins of ipo": ("dpo", [PAIR | {"margin": 1.0}], ": has margins, which the loss ipo does not use; choose dpo"),
+    "no response": ("kto", [RATING, {"prompt": "a", "label": True}], ":2: no key 'response' (found: prompt, label)"),
+    "no label": ("kto", [RATING, {"prompt": "a", "response": "b"}], ":2: no key 'label' (found: prompt, response)"),
+    "a number": ("kto", [RATING | {"label": 1}], ":1: 'label' must be true or false, not 1; 1 of 1 lines"),
+    "a word": ("kto", [RATING | {"label": "good"}], ":1: 'label' must be true or false, not 'good'; 1 of 1 lines"),
+    "empty": ("kto", [RATING | {"response": " "}], ":1: 'response' is empty; 1 of 1 lines"),
+    "no room": ("kto", [RATING | {"prompt": LONG}], "1 dropped (the prompt leaves no room)"),
+    "all good": ("kto", [RATING, RATING], "all 2 responses are good ('label'), and there is nothing to tell them from"),
+    "all bad": ("kto", [RATING | {"label": False}], "all 1 responses are bad ('label'), and there is nothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data(directory, tmp_path, capsys, name):
+    program, rows, expected = BAD_DATA[name]
+    data = write(tmp_path / "bad.jsonl", rows)
+    more = ["dpo.loss=ipo"] if name == "margins of ipo" else []
+    line = error(capsys, program, directory / f"{program}.yaml", f"data.train={data}", *more)
+    assert data in line and expected in line, line
+
+
+SETTINGS = {
+    "dropout": ("dpo", ["model.dropout=0.1"], "model.dropout: must be 0, because the reference has none"),
+    "dropout of kto": ("kto", ["model.dropout=0.1"], "model.dropout: must be 0, because the reference has none"),
+    "a reference of simpo": (
+        "dpo", ["dpo.loss=simpo", "reference.cache=x"], "reference: the loss simpo has no reference; remove this"
+    ),
+    "four responses": ("dpo", ["data.num_responses=4"], "data.num_responses: dpo compares 2 responses, not 4"),
+    "half a pair": ("dpo", ["training.global_batch_size=7"], "training.global_batch_size: 7 is not a multiple of 2"),
+    "one row": ("kto", ["training.global_batch_size=1"], "training.global_batch_size: kto compares each prompt with"),
+    "no reference": ("dpo", ["reference.checkpoint=/no/such"], "/no/such: no such directory; give a model"),
+    "a loss": ("dpo", ["dpo.loss=dop"], "dpo.loss must be one of dpo, cdpo, ipo, hinge, robust, simpo, orpo, cpo"),
+    "sums": ("dpo", ["dpo.loss=orpo", "dpo.logprobs=sum"], "dpo.logprobs: orpo is defined on mean log-probs; remove"),
+    "another program": ("sft", ["dpo.beta=1"], "the file looks like a configuration for 'megarlhf dpo'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bad_settings(directory, capsys, name):
+    program, overrides, expected = SETTINGS[name]
+    path = directory / ("dpo.yaml" if program == "sft" else f"{program}.yaml")
+    assert expected in error(capsys, program, path, *overrides)
+
+
+def test_a_cache_of_anything_else_is_refused(ranks, straight, directory, tmp_path, capsys):
+    """Each mistake is named in a line; a good cache is used as before."""
+    cache, path = tmp_path / "cache", directory / "dpo.yaml"
+    use = f"reference.cache={cache}"
+    ranks.run(1, run_programs, "dpo", path, [[f"run={tmp_path / 'run'}", use]])
+    other = write(tmp_path / "other.jsonl", [PAIR])
+    step = straight[0] / "checkpoints" / "step_00000004" / "actor"
+    earlier = step if step.is_dir() else straight[0] / "checkpoints" / "step_00000006" / "actor"
+    for overrides, expected in (
+        ([f"data.train={other}"], "was made with other data.train; remove it, and the run makes it again"),
+        ([f"data.validation={other}"], "was made with other data.validation"),
+        (["data.validation=null"], "was made with other data.validation"),
+        (["data.max_length=63"], "was made with another max_length"),
+        (["data.add_eos=false"], "was made with other data.train, other data.validation"),
+        (["model.dtype=bf16"], "was made with another dtype"),
+        ([f"reference.checkpoint={earlier}"], "was made with another reference"),
+    ):
+        line = error(capsys, "dpo", path, f"run={tmp_path / 'new'}", use, *overrides)
+        assert line.startswith(f"reference.cache: {cache} was made with") and expected in line, line
+    new = [f"run={tmp_path / 'new'}"]
+    assert f"{tmp_path} exists and is no cache" in error(capsys, "dpo", path, *new, f"reference.cache={tmp_path}")
+    damages = {
+        "reference.json": b"{",
+        "00000.logprobs.npy": bytes(1000),
+        "00000.keys.npy": (cache / "00000.keys.npy").read_bytes()[:-1],
+        "checksums.json": None,
+    }
+    for file, content in damages.items():
+        broken = tmp_path / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(cache, broken)
+        (broken / file).unlink() if content is None else (broken / file).write_bytes(content)
+        line = error(capsys, "dpo", path, *new, f"reference.cache={broken}")
+        assert "damaged" in line and str(broken) in line and "remove it, and the run makes it again" in line, line
+    random = [*new, "model.checkpoint=null", f"tokenizer={straight[1].parent / 'reviews.model'}", use]
+    random += [f"model.architecture={json.dumps(yaml.safe_load(straight[1].read_text())['model']['architecture'])}"]
+    assert "random weights have none" in error(capsys, "dpo", path, *random)
+
+    # a run goes on with the reference that it began with
+    line = error(capsys, "dpo", path, f"run={tmp_path / 'run'}", f"reference.checkpoint={earlier}")
+    assert line.startswith(f"reference.checkpoint: {earlier} is not the reference that this run began with")
+
+
+def test_kto_caches_belong_to_an_order_of_the_rows(ranks, directory, tmp_path, capsys):
+    path, use = directory / "kto.yaml", f"reference.cache={tmp_path / 'cache'}"
+    ranks.run(1, run_programs, "kto", path, [[f"run={tmp_path / 'run'}", use, "training.steps=1"]])
+    for change in ("seed=1", "training.steps=2", "training.global_batch_size=4"):
+        line = error(capsys, "kto", path, f"run={tmp_path / 'new'}", use, *{"training.steps=1": 0, change: 0})
+        assert "was made with another order of the data (seed, training.global_batch_size or steps)" in line
