@@ -59,6 +59,11 @@ class Plan:
 def check(settings: GenerateConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     check_out(settings.out, settings.prompts.path, "prompts")
+    return find(settings, world_size)
+
+
+def find(settings: GenerateConfig, world_size: int) -> Plan:
+    """`check` of all but the output."""
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
     tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)

@@ -24,8 +24,7 @@ from megarlhf import checkpoint, config
 from megarlhf.checkpoint import steps
 from megarlhf.config import UserError
 from megarlhf.data.outputs import write_text
-from megarlhf.models.locate import find_model
-from megarlhf.train import dpo, generate, score, select, sft
+from megarlhf.train import dpo, generate, score, scoring, select, sft
 from megarlhf.train.settings import flat
 from megarlhf.train.setup import check_writable
 
@@ -93,6 +92,7 @@ class Stage:
     round: int
     program: str
     values: dict[str, Any]  # its configuration, without what it leaves to the defaults
+    settings: Any  # the same, complete
     output: Path  # a file, or the directory of a run
 
     @property
@@ -137,8 +137,8 @@ def stages(settings: RoundsConfig, path: str | None) -> list[Stage]:
         for (program, values), output in zip(wired.items(), [*files.values(), trained], strict=True):
             where = f"{path or 'command line'}: section {program}"
             tree = _joined(copy.deepcopy(getattr(settings, program)), values, where)
-            config.from_dict(CONFIGURATIONS[program], tree, where)  # refuses what the program would refuse
-            found.append(Stage(number, program, tree, output))
+            complete = config.from_dict(CONFIGURATIONS[program], tree, where)
+            found.append(Stage(number, program, tree, complete, output))
         policy = str(trained)
     return found
 
@@ -146,9 +146,10 @@ def stages(settings: RoundsConfig, path: str | None) -> list[Stage]:
 def main(path: str | None, overrides: list[str]) -> None:
     settings = config.load(RoundsConfig, path, overrides)
     chain = stages(settings, path)
-    find_model(settings.model)
     check_writable(settings.run)
     left = list(unfinished(chain))
+    if left and left[0] is chain[0]:
+        check_first(*chain[:2])
     for stage in left:
         stage.file.parent.mkdir(parents=True, exist_ok=True)
         write_text(stage.file, config.dump_values(stage.values))
@@ -163,6 +164,23 @@ def main(path: str | None, overrides: list[str]) -> None:
         if not stage.is_done():  # a run that was asked to leave, and will be started again
             raise SystemExit(0)
     say(f"done: the policy is {chain[-1].output}")
+
+
+def check_first(sampling: Stage, scored: Stage) -> None:
+    """Refuse (UserError) models, prompts and sources that cannot work, before hours of sampling. The programs check the
+    rest when they start: files of earlier stages, and the number of ranks."""
+    draw, rewards = sampling.settings, scored.settings
+    plan = generate.find(draw, draw.parallel.model)
+    scoring.check_sources(
+        rewards.scoring, plan.tokenizer, rewards.parallel, vocab_size=plan.tokenizer.vocab_size,
+        prompt_length=draw.prompts.length, response_length=draw.sampler.response_length,
+    )  # fmt: skip
+    check = scoring.record_check(rewards.scoring)
+    for row in range(len(plan.prompts)):
+        try:
+            check(plan.prompts.records([row])[0])
+        except ValueError as error:
+            raise UserError(f"{draw.prompts.path}: prompt {row + 1}: {error}")
 
 
 def unfinished(chain: list[Stage]) -> Iterator[Stage]:

@@ -111,6 +111,23 @@ def test_kills_within_and_between_stages(chain):
     assert {file: file.stat().st_mtime_ns for file in there.rglob("*") if file.is_file()} == before
 
 
+def test_the_list_for_slurm(chain):
+    """Nothing is started; the models, prompts and sources are checked."""
+    path, command = chain
+    there = path / "planned"
+    done = finish(*command(there, "plan=true"))
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        [program, f"{there}/round_{number}/{program}.yaml"]
+        for number in (1, 2)
+        for program in ("generate", "score", "select", "sft")
+    ]
+    assert {file.name for file in there.glob("*/*")} == {f"{x}.yaml" for x in ("generate", "score", "select", "sft")}
+    wrong = finish(*command(path / "wrong", "plan=true", "score.scoring.sources=[{verify: number}]"))
+    assert wrong.returncode == 2 and "prompts.jsonl: prompt 1: " in wrong.stderr and "answer" in wrong.stderr
+    assert not (path / "wrong").exists()
+
+
 def test_a_stage_that_fails_ends_the_chain(chain):
     path, command = chain
     there = path / "failing"

@@ -116,20 +116,3 @@ def test_mistakes(tmp_path, capsys, monkeypatch, name):
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line, line
     assert not (tmp_path / "chain").exists()
-
-
-def test_the_list_for_slurm(tmp_path, capsys, monkeypatch):
-    """Nothing is started; a complete stage is not in the list."""
-    monkeypatch.chdir(tmp_path)
-    model = tmp_path / "first"
-    model.mkdir()
-    (model / "architecture.yaml").write_text("")
-    path = str(write(tmp_path))
-    assert cli.main(["rounds", "--config", path, "plan=true"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert listed[0] == "generate chain/round_1/generate.yaml" and listed[-1] == "dpo chain/round_2/dpo.yaml"
-    assert len(listed) == 8 and all((tmp_path / line.split()[1]).is_file() for line in listed)
-    assert not (tmp_path / "chain/round_1/samples.jsonl").exists()
-    finish(chain(tmp_path)[0], tmp_path)
-    assert cli.main(["rounds", "--config", path, "plan=true"]) == 0
-    assert capsys.readouterr().out.splitlines() == listed[1:]
