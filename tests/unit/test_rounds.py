@@ -116,3 +116,9 @@ def test_mistakes(tmp_path, capsys, monkeypatch, name):
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line, line
     assert not (tmp_path / "chain").exists()
+
+
+def test_preflight_names_the_check_of_a_chain(tmp_path, capsys):
+    assert cli.main(["preflight", "--config", str(write(tmp_path))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a chain of megarlhf rounds; 'megarlhf rounds --config" in line and "plan=true' checks it" in line
