@@ -476,7 +476,8 @@ def a_chain_of_rounds(site: Site) -> None:
         "score": {"dtype": "fp32", "tokenizer": str(site.sft.parent / "reviews.model"),
                   "scoring": {"sources": [{"function": "tests.slurm.judge:score"}]}},
         "select": {"kind": "best", "unfinished": "keep"},
-        "sft": {"model": {"dtype": "fp32"}, "data": {"max_length": 48}, "training": {"global_batch_size": 8, "steps": 2}},
+        "sft": {"model": {"dtype": "fp32"}, "data": {"max_length": 48},
+                "training": {"global_batch_size": 8, "steps": 2}},
     }  # fmt: skip
     root = site.root / "rounds"
     root.mkdir()
@@ -503,9 +504,9 @@ def a_chain_of_rounds(site: Site) -> None:
 
 
 SCENARIOS = (  # long ones first
-    a_time_limit_of_two_minutes, a_node_loses_power, kill_9, a_stopped_rank, asked_to_leave, cancelled, a_pipeline, a_chain_of_rounds,
-    suspended, death_and_usr1_during_imports, a_crash_that_repeats, two_deaths_during_imports, a_full_disk,
-    a_truncated_checkpoint, four_nodes, two_nodes, a_port_that_is_taken,
+    a_time_limit_of_two_minutes, a_node_loses_power, kill_9, a_stopped_rank, asked_to_leave, cancelled, a_pipeline,
+    a_chain_of_rounds, suspended, death_and_usr1_during_imports, a_crash_that_repeats, two_deaths_during_imports,
+    a_full_disk, a_truncated_checkpoint, four_nodes, two_nodes, a_port_that_is_taken,
 )  # fmt: skip
 
 
