@@ -114,6 +114,7 @@ MISTAKES = {
     "missing score": ([{"prompt_id": 0, "prompt": "a", "response": "b"}], "in.jsonl:1: no key 'score' (found: "),
     "NaN": (lines() + lines([(9, "a", "b", float("nan"))]), "in.jsonl:9: 'score' must be a finite number, not nan"),
     "null": (lines([(9, "a", "b", None)]), "in.jsonl:1: 'score' must be a finite number, not None"),
+    "infinite": (lines([(9, "a", "b", float("inf"))]), "in.jsonl:1: 'score' must be a finite number, not inf"),
     "text": (lines([(9, "a", "b", "4")]), "'score' must be a finite number, not '4'"),
     "no id": ([{"prompt": "a", "response": "b", "score": 1}], "in.jsonl:1: no key 'prompt_id', which says whose"),
     "no response": ([{"prompt_id": 1, "prompt": "a", "score": 1}], "in.jsonl:1: no key 'response'"),
