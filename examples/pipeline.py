@@ -43,10 +43,15 @@ def stage(program: str, config: Path | None, directory: Path, *overrides: str) -
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         "-m", "megarlhf", program, *given, *overrides,
     ]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    status = subprocess.run(command, cwd=directory, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    status = subprocess.run(command, cwd=directory, env=environment())
     if status.returncode:
         sys.exit(status.returncode)
+
+
+def environment() -> dict[str, str]:
+    """Of a rank: one thread, and this checkout's megarlhf."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def report(run: Path) -> None:

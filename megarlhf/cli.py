@@ -32,6 +32,9 @@ PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "rl": ("megarlhf.train.rl:PROGRAM", "a policy that scores higher, with the algorithm that the file names"),
     "ppo": ("megarlhf.train.rl:PPO", "the same with PPO"),
     "generate": ("megarlhf.train.generate:PROGRAM", "responses to a file of prompts"),
+    "score": ("megarlhf.train.score:PROGRAM", "the rewards of responses that exist already"),
+    "select": ("megarlhf.train.select", "training data from scored responses: the best ones, pairs, scores in prompts"),
+    "rounds": ("megarlhf.train.rounds", "learning from own samples: generate, score, select and train, round by round"),
 }
 TRAINING = ("sft", "reward", "prm", "dpo", "kto", "ilql", "ppo", "rl")
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
@@ -41,6 +44,15 @@ FLAGS = {
         "checkpoint": ("checkpoint", "PATH", "a run, a checkpoint or a model directory"),
         "prompts": ("prompts.path", "JSONL", 'a {"prompt": ...} or {"messages": [...]} on every line'),
         "out": ("out", "JSONL", "where the responses go"),
+    },
+    "score": {
+        "input": ("input", "JSONL", "the responses"),
+        "out": ("out", "JSONL", "where they go with their scores"),
+    },
+    "select": {
+        "input": ("input", "JSONL", "the scored responses"),
+        "out": ("out", "JSONL", "where the data of the next stage go"),
+        "kind": ("kind", "KIND", "best, pairs, conditional or ask"),
     },
 }
 
@@ -110,9 +122,10 @@ def find(name: str):
 def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
     """A note if the configuration is for another program, else ""."""
     program = arguments.subject if arguments.program == "preflight" else arguments.program
-    if not isinstance(error, UnknownKeyError) or arguments.config is None or program is None:
+    programs = (*TRAINING, "generate", "score")
+    if not isinstance(error, UnknownKeyError) or arguments.config is None or program not in programs:
         return ""
-    programs = {name: find(name) for name in (*TRAINING, "generate")}
+    programs = {name: find(name) for name in programs}
     return importlib.import_module("megarlhf.train.preflight").belongs_to(arguments.config, program, programs)
 
 

@@ -121,7 +121,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def dump(config: Any) -> str:
     """The resolved tree as YAML. `load` reads it back to an equal object."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return dump_values(to_dict(config))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """Plain values as YAML, in their order."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +20,7 @@ from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.files import paths, weighted
+from megarlhf.data.outputs import check_out, write
 from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.experience import sampler
@@ -75,9 +72,14 @@ class Plan:
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
+    check_out(settings.out, paths(settings.prompts.path), "prompts")
+    return find(settings, world_size)
+
+
+def find(settings: GenerateConfig, world_size: int) -> Plan:
+    """`check` of all but the output."""
     if weighted(settings.prompts.path):
         raise UserError("prompts.path: every prompt is answered, each as often, so a weight has no effect; remove it")
-    check_out(settings.out, paths(settings.prompts.path))
     source = find_model(settings.checkpoint)
     architecture = Architecture.load(source)
     if settings.sampler.q_beta and not has_q_heads(source):
@@ -105,29 +107,8 @@ def check(settings: GenerateConfig, world_size: int) -> Plan:
         eos_id=tokenizer.eos_id,
         pad_id=architecture.vocab_size,
     )
-    prompts, report = load_prompts(tokenizer, settings.prompts, keep_records=False)
+    prompts, report = load_prompts(tokenizer, settings.prompts)
     return Plan(source, architecture, tokenizer, prompts, report.summary())
-
-
-def check_out(given: str, prompts: Sequence[str]) -> None:
-    """Refuse (UserError) a file for the responses that cannot be written, or that holds prompts."""
-    out = Path(given)
-    parent = out.absolute().parent
-    try:
-        if not parent.is_dir():
-            raise UserError(f"out: {out} must be a file in a directory that exists; create {parent}")
-        if out.exists() and not out.is_file():
-            raise UserError(f"out: {out} is not a file; give the name of one")
-        if out.exists() and any(Path(path).exists() and out.samefile(path) for path in prompts):
-            raise UserError(f"out: {out} is the file of the prompts, which it would replace; give another")
-        with contextlib.suppress(FileNotFoundError):
-            _partial(out).stat()  # is its name too long?
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"out: {given[:300]} cannot be written ({getattr(error, 'strerror', None) or error}); give another"
-        )
 
 
 def execute(
@@ -181,7 +162,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
             rows = mine[start : start + at_once]
             prompts = plan.prompts.rows(rows, rows, length=settings.prompts.length, pad_id=policy.pad_id)
             rollout = policy.sample(prompts, on_tokens=lambda count: bar.update(count * topology.data_size))
-            lines += records(rollout, [plan.prompts.texts[row] for row in rows], plan.tokenizer, settings.sampler)
+            lines += records(rollout, plan.prompts, plan.tokenizer, settings.sampler)
             bar.update(len(lines) * per_response - bar.n)  # where all responses ended early
     if topology.tensor_rank or topology.pipeline_rank:
         return  # all ranks of a model have the same lines
@@ -200,41 +181,34 @@ def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:
     return sum(tokenizer.decode(ids) != text for ids, text in zip(bare, prompts.texts, strict=True))
 
 
-def records(rollout: Rollout, texts: list[str], tokenizer: Tokenizer, config: SamplerConfig) -> list[dict[str, Any]]:
-    """One object a row: the prompt's text, the response's text and ids, and its log-prob, the sum over these ids.
-    prompt + response is the whole text (`Tokenizer.continuation`), unless the prompt was cut or changed by the
-    tokenizer. With `stop_at_eos` a response that ended has EOS among its ids, but not in its text."""
+def records(rollout: Rollout, prompts: PromptSet, tokenizer: Tokenizer, config: SamplerConfig) -> list[dict[str, Any]]:
+    """One object a row, as docs/own-samples.md describes it. prompt + response is the whole text
+    (`Tokenizer.continuation`), unless the prompt was cut or changed by the tokenizer. With `stop_at_eos` a response
+    that ended has EOS among its ids, but not in its text."""
     first = rollout.prompt_len
+    rows = rollout.prompt_ids.tolist()
     logprobs = rollout.logprobs.double().sum(1).tolist()
     found = []
-    for row, (tokens, segments, mask, logprob) in enumerate(
-        zip(rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), logprobs, strict=True)
-    ):
+    for tokens, segments, mask, logprob, prompt_id, record in zip(
+        rollout.tokens.cpu(), rollout.segments.cpu(), rollout.mask.cpu(), logprobs, rows, prompts.records(rows),
+        strict=True,
+    ):  # fmt: skip
+        before = tokens[:first][segments[:first] > 0].tolist()
         ids = tokens[first : first + int(mask.sum())].tolist()
-        shown = ids[:-1] if config.stop_at_eos and ids[-1] == tokenizer.eos_id else ids
-        response = tokenizer.continuation(tokens[:first][segments[:first] > 0].tolist(), shown)
-        prompt = texts[row // config.samples_per_prompt]
-        found.append({"prompt": prompt, "response": response, "tokens": ids, "logprob": logprob})
+        ended = config.stop_at_eos and ids[-1] == tokenizer.eos_id
+        if prompts.prompt_key == "prompt":
+            del record["prompt"]
+        line = {
+            "prompt_id": prompt_id,
+            "prompt": prompts.texts[prompt_id],
+            "response": tokenizer.continuation(before, ids[:-1] if ended else ids),
+            "prompt_tokens": before,
+            "tokens": ids,
+            "logprob": logprob,
+        }
+        line |= {"ended": ended} if config.stop_at_eos else {}
+        found.append(line | ({"record": record} if record else {}))
     return found
-
-
-def write(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write the file atomically. Raises UserError."""
-    partial = _partial(path)
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"out: {path} cannot be written ({error.strerror}); make room and start again")
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
 
 
 PROGRAM = Program((GenerateConfig,), partial(config.load, GenerateConfig), check, generate, execute)

@@ -44,6 +44,11 @@ def main(
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node)):
         if number < 1:
             raise UserError(f"{flag}: must be at least 1, not {number}")
+    if "rounds" in config.top_level(path, overrides):
+        raise UserError(
+            f"{path}: is a chain of megarlhf rounds; 'megarlhf rounds --config {path} plan=true' checks it and starts "
+            "nothing"
+        )
     if program is None:
         counts = matches(path, programs, overrides)
         program = max(counts, key=lambda name: counts[name])

@@ -15,7 +15,7 @@ from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader, PromptSet, load_prompts
 from megarlhf.data.sft import Examples, load_sft
-from megarlhf.experience import rollout, sampler, sources
+from megarlhf.experience import rollout, sampler
 from megarlhf.experience.sampler import Sampler
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import Architecture, check_length
@@ -76,12 +76,6 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         raise UserError(
             f"sampler: {name} with these options needs responses sampled from all tokens, and top_k, top_p or greedy "
             "leave some out; remove them, or change the temperature instead"
-        )
-    if any(source.url for source in settings.scoring.sources) and 60 * settings.job.hang_minutes <= sources.PATIENCE:
-        raise UserError(
-            f"job.hang_minutes: {settings.job.hang_minutes:g} would end the run while a reward server is still within "
-            f"the {sources.PATIENCE / 60:g} minutes that it may take for a batch, retries included; give "
-            f"{sources.PATIENCE / 60 + 5:g} or more"
         )
     scoring.check_patience(settings.scoring, training.batch_size // data_size, settings.job.hang_minutes)
     start = setup.find(settings, length=length, key="prompts.length + sampler.response_length", role="actor")

@@ -16,7 +16,7 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
 from megarlhf.experience import sandbox
 from megarlhf.experience.answers import PATTERN_SECONDS
 from megarlhf.experience.scorer import Scorer, ScoringConfig, SourceConfig
-from megarlhf.experience.sources import FunctionScorer, Record
+from megarlhf.experience.sources import PATIENCE, FunctionScorer, Record
 from megarlhf.experience.verifiers import Verifier
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout
@@ -96,8 +96,14 @@ def record_check(config: ScoringConfig) -> Callable[[Record], None]:
 
 
 def check_patience(config: ScoringConfig, rows: int, hang_minutes: float) -> None:
-    """Refuse (UserError) a watchdog that would end a run in which verifiers take all their time for `rows` responses at
-    once."""
+    """Refuse (UserError) a watchdog that would end a run in which servers or verifiers take all their time for `rows`
+    responses at once."""
+    if any(source.url for source in config.sources) and 60 * hang_minutes <= PATIENCE:
+        raise UserError(
+            f"job.hang_minutes: {hang_minutes:g} would end the run while a reward server is still within the "
+            f"{PATIENCE / 60:g} minutes that it may take for a batch, retries included; give {PATIENCE / 60 + 5:g} or "
+            "more"
+        )
     seconds = longest_judging(config, rows)
     if seconds >= 60 * hang_minutes:
         raise UserError(

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarlhf.checkpoint import CheckpointConfig, Checkpoints
 from megarlhf.cli import TRAINING, find
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.models.spec import Architecture
-from megarlhf.train import preflight
+from megarlhf.train import preflight, rounds
 from megarlhf.train.rl_config import OnlineRunConfig
 from tests.distributed.layouts import layout
 from tests.e2e import runs
@@ -27,10 +28,22 @@ EXAMPLES = ROOT / "examples"
 PATTERN = "a.*e"  # in some responses of a random model
 SEPARATOR = ","  # of steps, which the tiny tokenizer keeps
 FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
+CHAINS = {file for file in FILES if "rounds" in config.read(EXAMPLES / file, "", "")}
+
+
+def stages(path: Path, overrides: list[str]) -> list[rounds.Stage]:
+    """All stages of a chain. The last one trains."""
+    return rounds.stages(config.load(rounds.RoundsConfig, path, overrides), str(path))
 
 
 def load(path: Path, overrides: list[str]) -> tuple[Any, Any]:
-    """(the program that the file is for, its configuration)."""
+    """(the program that the file is for, its configuration); of a chain that which trains, in the first round."""
+    if str(path.relative_to(EXAMPLES)) in CHAINS:
+        stage = stages(path, ["rounds=1"])[-1]
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(config.dump_values(stage.values))
+            file.flush()
+            return find(stage.program), find(stage.program).load(file.name, overrides)
     programs = {name: find(name) for name in TRAINING}
     counts = preflight.matches(str(path), programs)
     program = programs[max(counts, key=lambda name: counts[name])]
@@ -117,7 +130,7 @@ def reduced(settings: Any) -> tuple[list[str], int]:
 def ranks_of(file: str) -> int:
     """How many ranks a file is for: those of the job script of its name; without one 2, as examples/pipeline.py and
     examples/demo.py start."""
-    script = EXAMPLES / "slurm" / f"{Path(file).stem}.sh"
+    script = EXAMPLES / "slurm" / ("rounds_stage_7b.sh" if file in CHAINS else f"{Path(file).stem}.sh")
     if not file.startswith("configs/") or not script.is_file():
         return 2
     return math.prod(
@@ -204,6 +217,25 @@ def test_an_example(ranks, directory, tmp_path, file):
     norms = [record["grad_norm"] for record in records if "grad_norm" in record]
     assert len(norms) == 1 and 0 < norms[0] < math.inf
     assert (tmp_path / "checkpoints" / "step_00000001" / "state.json").is_file()
+
+
+@pytest.mark.parametrize("file", sorted(CHAINS))
+def test_the_other_stages_of_a_chain(directory, tmp_path, file):
+    """Generation and scoring fit the ranks, with a tiny model for each that the file names."""
+    model = str(directory / "model2")
+    generate, score, select, _ = stages(EXAMPLES / file, [f"run={tmp_path}", "rounds=1"])
+    assert select.program == "select"
+    given = {
+        "generate": {"checkpoint": model, "prompts.path": str(directory / "prompts.jsonl")},
+        "score": {"scoring.sources": [{"checkpoint": model}]},
+    }
+    (tmp_path / "round_1").mkdir()
+    (tmp_path / "round_1" / "samples.jsonl").write_text(json.dumps({"prompt": "we saw", "response": " it ."}) + "\n")
+    for stage in (generate, score):
+        (tmp_path / "stage.yaml").write_text(config.dump_values(stage.values))
+        overrides = [f"{key}={json.dumps(value)}" for key, value in given[stage.program].items()]
+        program = find(stage.program)
+        program.check(program.load(str(tmp_path / "stage.yaml"), overrides), ranks_of(file))
 
 
 def test_the_reduction_keeps_what_matters(tmp_path):

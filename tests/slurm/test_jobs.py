@@ -465,10 +465,48 @@ def a_pipeline(site: Site) -> None:
     assert [job.ends(SEEN) for job in bad[2:]] == ["CANCELLED", "CANCELLED"]
 
 
+def a_chain_of_rounds(site: Site) -> None:
+    """A round of rejection sampling with rounds_7b.sh, a job for each stage; then nothing is left to do."""
+    chain = {
+        "run": "runs/chain",
+        "model": str(site.sft),
+        "rounds": 1,
+        "generate": {"dtype": "fp32", "prompts": site.tiny["prompts"],
+                     "sampler": site.tiny["sampler"] | {"samples_per_prompt": 2}},
+        "score": {"dtype": "fp32", "tokenizer": str(site.sft.parent / "reviews.model"),
+                  "scoring": {"sources": [{"function": "tests.slurm.judge:score"}]}},
+        "select": {"kind": "best", "unfinished": "keep"},
+        "sft": {"model": {"dtype": "fp32"}, "data": {"max_length": 48},
+                "training": {"global_batch_size": 8, "steps": 2}},
+    }  # fmt: skip
+    root = site.root / "rounds"
+    root.mkdir()
+    for name in ("examples", "megarlhf", "tests"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "chain.yaml").write_text(yaml.safe_dump(chain))
+
+    def submit() -> str:
+        command = ("bash", "examples/slurm/rounds_7b.sh", "chain.yaml", "--ntasks-per-node=1")
+        sent = site.cluster.run(*command, timeout=LONG, cwd=root, **ENVIRONMENT)
+        assert sent.returncode == 0, sent.stderr
+        return sent.stdout
+
+    jobs = re.findall(r"(round_1_\w+) (\d+)", submit())
+    assert [name for name, _ in jobs] == [f"round_1_{program}" for program in ("generate", "score", "select", "sft")]
+    run = root / "runs" / "chain" / "round_1"
+    for name, id in jobs:
+        job = Job(site.cluster, id, run / "sft", root / f"{name}-{id}.log", root)
+        job.completes()
+    assert job.saved() == 2
+    scored = [json.loads(line) for line in (run / "scored.jsonl").read_text().splitlines()]
+    assert len(scored) == 2 * 64 and all("score" in line for line in scored)
+    assert "nothing is left to do" in submit()
+
+
 SCENARIOS = (  # long ones first
     a_time_limit_of_two_minutes, a_node_loses_power, kill_9, a_stopped_rank, asked_to_leave, cancelled, a_pipeline,
-    suspended, death_and_usr1_during_imports, a_crash_that_repeats, two_deaths_during_imports, a_full_disk,
-    a_truncated_checkpoint, four_nodes, two_nodes, a_port_that_is_taken,
+    a_chain_of_rounds, suspended, death_and_usr1_during_imports, a_crash_that_repeats, two_deaths_during_imports,
+    a_full_disk, a_truncated_checkpoint, four_nodes, two_nodes, a_port_that_is_taken,
 )  # fmt: skip
 
 

@@ -85,9 +85,14 @@ def test_generated_lines_are_the_text(tokenizer):
     rollout.segments.fill_(1)
     rollout.mask.fill_(True)
     rollout.mask[1, 2:] = False
+    prompts = PromptSet([], ["the sea is slow"] * 2, [b'{"answer": 4}', b"{}"])
     for stop, end in ((True, ""), (False, "</s>")):
         config = SamplerConfig(stop_at_eos=stop)
-        first, second = generate.records(rollout, ["the sea is slow"] * 2, tokenizer, config)
+        first, second = generate.records(rollout, prompts, tokenizer, config)
+        assert [line["prompt_id"] for line in (first, second)] == [0, 1]  # equal texts are different prompts
+        assert first["record"] == {"answer": 4} and "record" not in second
+        assert first["prompt_tokens"] == [tokenizer.bos_id, *words]
+        assert [line.get("ended") for line in (first, second)] == ([True, False] if stop else [None, None])
         assert first["prompt"] + first["response"] == "the sea is slow the sea is slow" + end
         assert first["tokens"] == [*words, tokenizer.eos_id] and second["tokens"] == words[:2]
         assert second["prompt"] + second["response"] == tokenizer.decode([*words, *words[:2]])
