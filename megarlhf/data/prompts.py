@@ -64,6 +64,7 @@ class PromptSet:
     texts: list[str]  # of a conversation: its tokens' text, without a leading BOS
     others: list[bytes]  # the other keys of each line, as a JSON object: 0.3 to 0.7 times the memory of parsed ones
     prompt_key: str = "prompt"
+    messages_key: str = "messages"  # of lines without `prompt_key`
     whole: frozenset[int] = frozenset()  # the prompts of which `others` has every key: conversations
 
     parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
@@ -85,6 +86,7 @@ class PromptSet:
             texts=[text for data in sets for text in data.texts],
             others=[other for data in sets for other in data.others],
             prompt_key=sets[0].prompt_key,
+            messages_key=sets[0].messages_key,
             whole=frozenset(start + row for start, data in zip(starts, sets, strict=False) for row in data.whole),
             parts=parts,
         )
@@ -218,7 +220,7 @@ def _load(
     )
     if not tokens:
         raise UserError(f"{report.summary()}; no prompt is left: give a file that has some, or raise length")
-    return PromptSet(tokens, texts, others, config.prompt_key, frozenset(whole)), report
+    return PromptSet(tokens, texts, others, config.prompt_key, config.messages_key, frozenset(whole)), report
 
 
 def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tuple[Turns, bytes]:

@@ -17,7 +17,7 @@ import torch
 
 from megarlhf.batch import Rollout
 from megarlhf.config import UserError
-from megarlhf.data.conversations import continuation
+from megarlhf.data.conversations import encode, encode_prompt, turns
 from megarlhf.data.jsonl import Records, string
 from megarlhf.data.tokenizer import Tokenizer
 
@@ -32,6 +32,7 @@ class Reading:
     tokens: bool = True  # take a line's ids where it has them; False: encode the texts
     add_bos: bool = True  # these two for texts: BOS prompt response EOS
     add_eos: bool = True
+    chat: bool = False  # texts are messages of the chat template
     prompt_key: str = "prompt"
     response_key: str = "response"
 
@@ -141,7 +142,7 @@ def record_of(row: dict[str, Any], reading: Reading) -> dict[str, Any]:
 
 def _ids(row: dict[str, Any], tokenizer: Tokenizer, reading: Reading) -> tuple[list[int], list[int], bool]:
     """(ids of the prompt, of the response, whether they decode to the texts). ValueError says what is wrong."""
-    prompt, text = string(row, reading.prompt_key), string(row, reading.response_key)
+    prompt, text = turns(row, reading.prompt_key), string(row, reading.response_key)
     given = {name: row[name] for name in ("prompt_tokens", "tokens") if reading.tokens and row.get(name) is not None}
     for name, ids in given.items():
         if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
@@ -151,12 +152,13 @@ def _ids(row: dict[str, Any], tokenizer: Tokenizer, reading: Reading) -> tuple[l
                 f"'{name}' has the id {max(ids) if min(ids) >= 0 else min(ids)}, which the tokenizer {tokenizer.path} "
                 "does not have; give the policy's tokenizer, or tokens=false to read the texts"
             )
-    bos = [tokenizer.bos_id] if reading.add_bos and tokenizer.bos_id is not None else []
-    encoded = tokenizer.encode(prompt)
-    before = given.get("prompt_tokens", bos + encoded)
-    if not before:
-        raise ValueError(f"'{reading.prompt_key}' is empty")
     if "tokens" in given:
+        before = given.get("prompt_tokens")
+        if before is None:
+            turn = [{"role": "user", "content": prompt}] if reading.chat and isinstance(prompt, str) else prompt
+            before = encode_prompt(tokenizer, turn, add_bos=reading.add_bos, key=reading.prompt_key)
+        if not before:
+            raise ValueError(f"'{reading.prompt_key}' is empty")
         response = given["tokens"]
         shown = response[:-1] if response[-1] == tokenizer.eos_id else response
         if text not in (tokenizer.continuation(before, shown), tokenizer.continuation(before, response)):
@@ -165,9 +167,13 @@ def _ids(row: dict[str, Any], tokenizer: Tokenizer, reading: Reading) -> tuple[l
                 "policy's tokenizer, or tokens=false to read the texts"
             )
         return before, response, True
-    response = continuation(tokenizer, prompt, encoded, text)
-    same = tokenizer.decode(encoded) == prompt and tokenizer.continuation(encoded, response) == text
-    response += [tokenizer.eos_id] if reading.add_eos else []
-    if not response:
-        raise ValueError(f"'{reading.response_key}' is empty")
-    return before, response, same
+    options = dict(add_bos=reading.add_bos, add_eos=reading.add_eos, chat=reading.chat, key=reading.prompt_key)
+    (found,) = encode(tokenizer, prompt, {reading.response_key: text}, **options)
+    if not found.prompt:
+        raise ValueError(f"'{reading.prompt_key}' is empty")
+    shown = found.answer[:-1] if found.answer[-1] == tokenizer.eos_id else found.answer
+    bare = found.prompt[int(found.prompt[0] == tokenizer.bos_id) :]
+    same = tokenizer.continuation(found.prompt, shown) == text
+    if isinstance(prompt, str) and not reading.chat:
+        same = same and tokenizer.decode(bare) == prompt
+    return found.prompt, found.answer, same

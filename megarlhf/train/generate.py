@@ -182,8 +182,9 @@ def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:
 
 
 def records(rollout: Rollout, prompts: PromptSet, tokenizer: Tokenizer, config: SamplerConfig) -> list[dict[str, Any]]:
-    """One object a row, as docs/own-samples.md describes it. prompt + response is the whole text
-    (`Tokenizer.continuation`), unless the prompt was cut or changed by the tokenizer. With `stop_at_eos` a response
+    """One object a row, as docs/own-samples.md describes it, with the prompt as its file has it. prompt + response is
+    the whole text (`Tokenizer.continuation`), unless the prompt is a conversation, or was cut or changed by the
+    tokenizer. With `stop_at_eos` a response
     that ended has EOS among its ids, but not in its text."""
     first = rollout.prompt_len
     rows = rollout.prompt_ids.tolist()
@@ -196,11 +197,13 @@ def records(rollout: Rollout, prompts: PromptSet, tokenizer: Tokenizer, config: 
         before = tokens[:first][segments[:first] > 0].tolist()
         ids = tokens[first : first + int(mask.sum())].tolist()
         ended = config.stop_at_eos and ids[-1] == tokenizer.eos_id
-        if prompts.prompt_key == "prompt":
-            del record["prompt"]
+        key = prompts.prompt_key if prompts.prompt_key in record else prompts.messages_key
+        prompt = record[key]
+        if key in ("prompt", prompts.messages_key):  # a prompt stands once in a line
+            del record[key]
         line = {
             "prompt_id": prompt_id,
-            "prompt": prompts.texts[prompt_id],
+            "prompt": prompt,
             "response": tokenizer.continuation(before, ids[:-1] if ended else ids),
             "prompt_tokens": before,
             "tokens": ids,

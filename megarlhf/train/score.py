@@ -47,6 +47,7 @@ class ScoreConfig(RanksConfig):
     tokens: bool = True  # read a line's ids where it has them; false: encode the texts
     add_bos: bool = True  # these two for lines without ids, as when the reward model was trained
     add_eos: bool = True
+    chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     prompt_key: str = "prompt"
     response_key: str = "response"
 
@@ -63,7 +64,7 @@ class ScoreConfig(RanksConfig):
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.tokens, self.add_bos, self.add_eos, self.prompt_key, self.response_key)
+        return Reading(self.tokens, self.add_bos, self.add_eos, self.chat, self.prompt_key, self.response_key)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ different ids are different prompts.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from array import array
@@ -167,7 +168,7 @@ def _groups(settings: SelectConfig, dropped: Counter[str]) -> tuple[dict[int | s
     def convert(row: Line) -> tuple[int | str, str, float, str | None]:
         return (
             _group_id(row, settings.group_key),
-            string(row, settings.prompt_key),
+            _prompt(row, settings.prompt_key),
             _number(row, settings.score),
             _unfit(row, settings),
         )
@@ -268,7 +269,7 @@ def _conditional(settings: SelectConfig, dropped: Counter[str]) -> tuple[Iterato
     columns = {name: array("d") for name in settings.attributes}
 
     def values(row: Line) -> tuple[dict[str, float], str | None]:
-        string(row, settings.prompt_key)
+        _text(row, settings.prompt_key)
         return {name: _number(row, name) for name in settings.attributes}, _unfit(row, settings)
 
     for _, (found, unfit) in _read(settings.input, values):
@@ -293,7 +294,7 @@ def _conditional(settings: SelectConfig, dropped: Counter[str]) -> tuple[Iterato
 
 def _ask(settings: SelectConfig, dropped: Counter[str]) -> tuple[Iterator[Line], Callable[[int], str]]:
     def lines() -> Iterator[Line]:
-        for _, row in _read(settings.input, lambda row: row | {settings.prompt_key: string(row, settings.prompt_key)}):
+        for _, row in _read(settings.input, lambda row: row | {settings.prompt_key: _text(row, settings.prompt_key)}):
             yield row | {settings.prompt_key: settings.rendered(row[settings.prompt_key], settings.ask)}
 
     asked = ", ".join(f"{name} {value:g}" for name, value in settings.ask.items())
@@ -349,6 +350,17 @@ def _number(row: Line, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         raise ValueError(f"'{name}' must be a finite number, not {value!r}")
     return float(value)
+
+
+def _prompt(row: Line, key: str) -> str:
+    """A prompt, a text or a list of messages, as one string."""
+    return json.dumps(row[key]) if isinstance(row.get(key), list) else string(row, key)
+
+
+def _text(row: Line, key: str) -> str:
+    if isinstance(row.get(key), list):
+        raise ValueError(f"'{key}' is a conversation, and a score is written into a text; give prompts that are texts")
+    return string(row, key)
 
 
 def _unfit(row: Line, settings: SelectConfig) -> str | None:

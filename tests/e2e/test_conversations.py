@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from megarlhf import cli
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.locate import find_tokenizer
 from tests.e2e.runs import CLI, finish, losses, prepare
 from tests.unit.test_data import CHATML, save_hf
 
@@ -63,9 +65,13 @@ def test_generate_renders_with_the_template_of_the_run(trained):
         f"prompts.path=[{prompts}, {texts}]", "dtype=fp32", "prompts.length=64", "sampler.response_length=8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = [json.loads(line)["prompt"] for line in (directory / "out.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (directory / "out.jsonl").read_text().splitlines()]
+    said = [line["prompt"] for line in written]
     turn = "<|im_start|>user\nWhat is two plus two?<|im_end|>\n<|im_start|>assistant\n"
-    assert said == [turn, f"{turn}It is four.<|im_end|>\n{turn}", "The sea"]
+    assert said == [ASKED, [*ASKED, answer(0), *ASKED], "The sea"]  # which other programs read as they are
+    tokenizer = load_tokenizer(find_tokenizer(directory / "run"))
+    read = [tokenizer.decode(line["prompt_tokens"]) for line in written]
+    assert read == [turn, f"{turn}It is four.<|im_end|>\n{turn}", "The sea"]
     assert "2 prompts" in done.stderr and "1 prompts" in done.stderr and "cut or changed" not in done.stderr
 
 
