@@ -71,7 +71,7 @@ def test_generate_renders_with_the_template_of_the_run(trained):
     assert said == [ASKED, [*ASKED, answer(0), *ASKED], "The sea"]  # which other programs read as they are
     tokenizer = load_tokenizer(find_tokenizer(directory / "run"))
     read = [tokenizer.decode(line["prompt_tokens"]) for line in written]
-    assert read == [turn, f"{turn}It is four.<|im_end|>\n{turn}", "The sea"]
+    assert read == [turn, f"{turn}It is four.<|im_end|>\n{turn}", "<s>The sea"]
     assert "2 prompts" in done.stderr and "1 prompts" in done.stderr and "cut or changed" not in done.stderr
 
 
