@@ -59,8 +59,8 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once. If steps are captured as CUDA graphs, its buffers keep their
-    addresses until it is deleted; otherwise the caches are allocated during `sample` alone.
+    """Samples from `engine`'s model. Build it once. Caches, and on a GPU the recorded steps, have memory during `sample`
+    alone: training has it otherwise, and recording anew takes as long as a few steps.
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
     it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
@@ -99,7 +99,7 @@ class Sampler:
         size = -(-config.micro_batch_size // self.parts) * self.parts
         self.caches = [Cache(chunk, slots=parallel.pipeline * size, columns=self.columns) for chunk in engine.modules]
         self.groups = [_Group(self, number, size) for number in range(parallel.pipeline)]
-        self._free_caches()
+        self._free()
 
     @property
     def num_bytes(self) -> int:
@@ -130,11 +130,11 @@ class Sampler:
             self.results["entropy"] = torch.zeros(shape, device=device)
         self.slots = Slots(rows=rows, samples=config.samples_per_prompt, groups=len(self.groups),
                            size=self.groups[0].size)  # fmt: skip
-        self._allocate_caches()
+        self._allocate()
         try:
             self._run(on_tokens)
         finally:
-            self._free_caches()
+            self._free()
         results = {name: value[:rows].contiguous() for name, value in self.results.items()}
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
@@ -188,17 +188,19 @@ class Sampler:
             tp_group=self.tensor_group,
         )
 
-    def _allocate_caches(self) -> None:
-        if not self.static:  # a captured step needs fixed addresses
-            backend.trim()  # sampling cannot use the free memory that other phases leave
+    def _allocate(self) -> None:
+        backend.trim()  # sampling cannot use the free memory that other phases leave
         for cache in self.caches:
             cache.allocate()
+        for group in self.groups:
+            group.record()
 
-    def _free_caches(self) -> None:
-        if not self.static:
-            for cache in self.caches:
-                cache.free()
-            backend.trim()
+    def _free(self) -> None:
+        for group in self.groups:
+            group.forget()  # recorded steps, which have memory of their own
+        for cache in self.caches:
+            cache.free()
+        backend.trim()
 
 
 class _Group:
@@ -229,7 +231,14 @@ class _Group:
         # Unfinished sends of each chunk, and of the rows (None). They are waited for one step later: before that the
         # receiver may itself wait for what this rank sends next.
         self.sending: dict[int | None, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
-        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(len(chunks))]
+        self.num_chunks = len(chunks)
+        self.decode: list[Callable[[], None]] = []  # a step of each chunk, during `sample`
+
+    def record(self) -> None:
+        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(self.num_chunks)]
+
+    def forget(self) -> None:
+        self.decode = []
 
     @property
     def num_bytes(self) -> int:
@@ -349,7 +358,7 @@ class _Group:
                 target[self.rows, self.steps - 1] = getattr(self, name)
             if self.topology.parallel.pipeline > 1:
                 self._send(self.tokens[: self.active].clone(), chunk)
-        if chunk == len(self.decode) - 1 and self.topology.first_stage and not self.topology.last_stage:
+        if chunk == self.num_chunks - 1 and self.topology.first_stage and not self.topology.last_stage:
             self.awaited = self.active
 
     def _prefill(self, chunk: int, starts: list[Start]) -> None:
@@ -399,7 +408,7 @@ class _Group:
             self._draw(hidden)
         else:
             self.sent[chunk, : len(hidden)].copy_(hidden)
-        if chunk == len(self.decode) - 1:
+        if chunk == self.num_chunks - 1:
             self.positions.add_(1).clamp_(max=sampler.length - 1)
             self.steps.add_(1).clamp_(max=sampler.config.response_length)
 
@@ -423,7 +432,7 @@ class _Group:
 
     def _is_last(self, chunk: int) -> bool:
         """Whether this rank's `chunk` is the model's last."""
-        return self.topology.last_stage and chunk == len(self.decode) - 1
+        return self.topology.last_stage and chunk == self.num_chunks - 1
 
     # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks would
     # otherwise wait for each other in one queue.
