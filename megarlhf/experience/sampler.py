@@ -59,7 +59,7 @@ class SamplerConfig(Draw):
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once. Caches, and on a GPU the recorded steps, have memory during `sample`
+    """Samples from `engine`'s model. Build it once. Caches, and on a GPU recorded steps, have memory during `sample`
     alone: training has it otherwise, and recording anew takes as long as a few steps.
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
