@@ -40,6 +40,8 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # computed at once: they fit a CP
 # Steps between looks at which responses have ended, if that is not free: it waits for the device, and other stages must
 # be told.
 LOOK_EVERY = {"cpu": 4, "cuda": 16}
+SLOTS = 16  # by default, where the device's memory is not known
+FREE = 0.9  # of a device's free memory, for what `Sampler.slot_bytes` and `fixed_bytes` count
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,20 @@ class SamplerConfig(Draw):
     response_length: int = 24  # R: at most so many sampled tokens; without stop_at_eos all, also past EOS (detail G4)
     stop_at_eos: bool = False  # a response ends with its first EOS; what follows is padding
     samples_per_prompt: int = 1  # they share the computation of the prompt
-    micro_batch_size: int = 16  # slots: responses computed at once; with pipeline stages, for each stage
+    # Slots: responses computed at once; with pipeline stages, for each stage. Default: on a GPU as many as its memory
+    # holds when the sampler is built, on a CPU 16.
+    micro_batch_size: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         for name in ("response_length", "samples_per_prompt", "micro_batch_size"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def slots(self) -> int:
+        """`micro_batch_size`, or its default without a GPU."""
+        return self.micro_batch_size or SLOTS
 
 
 class Sampler:
@@ -64,7 +73,8 @@ class Sampler:
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
     it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
-    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones.
+    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones. rows: no
+    call samples more responses on this rank, so that more slots are not needed.
 
     Raises UserError if these cannot work with the model.
     """
@@ -80,6 +90,7 @@ class Sampler:
         pad_id: int | None = None,
         with_entropy: bool = False,
         lockstep: dist.ProcessGroup | None = None,
+        rows: int | None = None,
     ):
         architecture = engine.modules[0].architecture
         self.engine, self.topology, self.config = engine, engine.topology, config
@@ -96,10 +107,45 @@ class Sampler:
         self.static = cuda_graphs.captures()
         free = not self.static and parallel.pipeline == 1
         self.look_every = 1 if free else LOOK_EVERY[device.type]
-        size = -(-config.micro_batch_size // self.parts) * self.parts
+        size = config.micro_batch_size or self._slots_that_fit()
+        if rows is not None:
+            size = min(size, -(-rows // parallel.pipeline))
+        size = -(-size // self.parts) * self.parts
         self.caches = [Cache(chunk, slots=parallel.pipeline * size, columns=self.columns) for chunk in engine.modules]
         self.groups = [_Group(self, number, size) for number in range(parallel.pipeline)]
         self._free()
+
+    def _slots_that_fit(self) -> int:
+        """Slots of each stage for which every rank has memory; SLOTS if it does not say. Collective."""
+        backend.trim()
+        free, _ = backend.memory()
+        if not free:
+            return SLOTS
+        fitting = torch.tensor(int(FREE * free - self.fixed_bytes) // self.slot_bytes, device=backend.device())
+        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+        return max(1, int(fitting))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that each further slot of every stage takes on this rank."""
+        stages, chunks = self.topology.parallel.pipeline, self.engine.modules
+        cache = sum(Cache.slot_bytes(chunk, columns=self.columns) for chunk in chunks)
+        logits = 0
+        if self.topology.last_stage:  # of one stage's slots at a time, and the sampling kernels' scratch
+            logits = 2 * 4 * len(chunks[-1].head_weight())
+        return stages * cache + logits
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that do not depend on the slots: activations of the prompts that are computed at once."""
+        config, parallel = self.engine.config, self.topology.parallel
+        channels = 4 * config.hidden_size + 4 * config.ffn_hidden_size // parallel.tensor
+        return PREFILL_TOKENS[backend.device().type] * channels * config.params_dtype.itemsize
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that this rank's model computes at once."""
+        return sum(group.size for group in self.groups)
 
     @property
     def num_bytes(self) -> int:

@@ -24,13 +24,20 @@ class Cache:
 
     def __init__(self, chunk, *, slots: int, columns: int):
         attention = [layer.self_attention for layer in chunk.decoder.layers]
-        groups = attention[0].num_query_groups_per_partition
         weight = attention[0].linear_qkv.weight
+        groups = attention[0].num_query_groups_per_partition
         shape = (len(attention), slots, groups, columns, chunk.config.kv_channels)
         # zeros, since values that attention does not look at must be finite
         self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # (L, slots, g, W, D), rotated
         self.values = torch.zeros_like(self.keys)
         self.first = attention[0].layer_number
+
+    @staticmethod
+    def slot_bytes(chunk, *, columns: int) -> int:
+        """Bytes of one slot."""
+        attention = [layer.self_attention for layer in chunk.decoder.layers]
+        groups, kind = attention[0].num_query_groups_per_partition, attention[0].linear_qkv.weight.dtype
+        return 2 * len(attention) * groups * columns * chunk.config.kv_channels * kind.itemsize
 
     @property
     def num_bytes(self) -> int:
