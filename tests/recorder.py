@@ -9,7 +9,9 @@ depends on values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,10 +74,52 @@ def size(x: Tensor) -> int:
     return x.element_size() * max(1, torch.Size(n for n, step in zip(x.shape, x.stride(), strict=True) if step).numel())
 
 
+@dataclass
+class Fused:
+    """Several operations that are one kernel on a GPU: it reads the arguments and writes the results."""
+
+    call: Callable[[], object]
+    read: list[Tensor]
+    written: list[Tensor]
+
+    def again(self) -> None:
+        for old, new in zip(self.written, tensors(self.call()), strict=True):
+            old.copy_(new)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(size, self.read + self.written))
+
+
+def as_one(function, ignore: tuple[int, ...] = ()):
+    """`function`, whose operations are recorded as one. `ignore`: arguments that are not counted as read."""
+
+    def call(*args, **kwargs):
+        recorder = _Recorder.active
+        before = len(recorder.operations) if recorder else 0
+        results = function(*args, **kwargs)
+        if recorder:
+            read = tensors([x for place, x in enumerate(args) if place not in ignore])
+            recorder.operations[before:] = [Fused(partial(function, *args, **kwargs), read, tensors(results))]
+        return results
+
+    return call
+
+
 class _Recorder(TorchDispatchMode):
+    active: _Recorder | None = None
+
     def __init__(self):
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[Operation | Fused] = []
+
+    def __enter__(self):
+        _Recorder.active = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _Recorder.active = None
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

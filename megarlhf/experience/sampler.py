@@ -442,9 +442,11 @@ class _Group:
         mine = slice(self.active)
         if chunk == 0:
             self.visible[self.index, 0, 0, self.positions] = True
+        visible = self.visible[mine, ..., :width]
+        bias = visible.new_zeros(visible.shape, dtype=sampler.engine.config.params_dtype)
         step = Step(
             sampler.caches[chunk], slice(self.first, self.first + self.active), self.index[mine], self.positions[mine],
-            self.visible[mine, ..., :width],
+            bias.masked_fill_(~visible, -torch.inf),
         )  # fmt: skip
         hidden = None if self._is_first(chunk) else self.received[chunk, : self.active // sampler.parts]
         hidden = sampler.engine.modules[chunk].run(

@@ -84,11 +84,13 @@ class Step:
     slots: slice  # these n slots of the cache
     rows: Tensor  # (n,) int64: 0 to n - 1
     positions: Tensor  # (n,) int64: of the tokens
-    visible: Tensor  # (n, 1, 1, W) bool: the columns up to them; W may be less than the cache's
+    # (n, 1, 1, W) in the model's precision: 0 at the columns up to them, else -inf; W may be less than the cache's.
+    # Attention would make it of a boolean mask, once in every layer.
+    bias: Tensor
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key and value [n, g, D] -> those of all columns, (n, g, W, D)."""
-        layer, width = layer_number - self.cache.first, self.visible.shape[-1]
+        layer, width = layer_number - self.cache.first, self.bias.shape[-1]
         found = []
         for store, new in ((self.cache.keys, key), (self.cache.values, value)):
             mine = store[layer, self.slots]
@@ -97,8 +99,8 @@ class Step:
         return tuple(found)
 
     def within(self, window: int | None) -> Tensor:
-        """`visible` for a layer whose tokens see so many columns."""
+        """`bias` for a layer whose tokens see so many columns."""
         if window is None:
-            return self.visible
-        columns = torch.arange(self.visible.shape[-1], device=self.visible.device)
-        return self.visible & (columns > self.positions[:, None, None, None] - window)
+            return self.bias
+        columns = torch.arange(self.bias.shape[-1], device=self.bias.device)
+        return self.bias.masked_fill(columns <= self.positions[:, None, None, None] - window, -torch.inf)
