@@ -170,6 +170,10 @@ def trl(spec: dict, phases: Phases) -> None:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("device") == "cuda" and spec["system"] == "megarlhf":
+        from megarlhf.cluster import backend
+
+        backend.on_cuda()  # sets the environment of the driver, which Phases starts
     phases = Phases(Ends.of(spec["ends"], spec["response"], EOS) if spec.get("ends") else None,
                     spec.get("device", "cpu"))  # fmt: skip
     {"megarlhf": megarlhf, "trl": trl}[spec["system"]](spec, phases)

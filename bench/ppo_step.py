@@ -215,9 +215,11 @@ class Bench:
 
 
 def environment_of(system: dict, sizes: dict) -> dict[str, str]:
-    if sizes.get("device") == "cuda":  # with the packages that this process was given
-        given = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        return {**os.environ, **(given if system["system"] == "megarlhf" else {})}
+    if sizes.get("device") == "cuda":
+        path = [str(ROOT)]
+        if system["system"] == "megarlhf":  # with the packages that this process was given; TRL has its own
+            path += filter(None, [os.environ.get("PYTHONPATH")])
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     return {**os.environ, **THREADS, "PYTHONPATH": system.get("root", str(ROOT)), "ACCELERATE_USE_CPU": "true"}
 
 
