@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test lint gpu venv clean
 
 venv: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ test: lint
 
 demo: venv
 	$(RUN) examples/demo.py
+
+# Nothing is installed here: the machine's own Python, unless .venv is there. `make gpu GPU="--site PACKAGES --quick"`
+gpu:
+	$(firstword $(wildcard $(RUN)) $(PYTHON) python3) -m bench.gpu $(GPU)
 
 clean:
 	rm -rf $(VENV) runs

@@ -15,23 +15,25 @@ def start():
 
     from megarlhf.cluster import backend
 
-    torch.set_num_threads(1)
+    cuda = backend.on_cuda()  # first: it sets the driver's environment
+    if not cuda:
+        torch.set_num_threads(1)
     backend.install()
     import torch.distributed as dist
 
     from megarlhf.cluster import parallel
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return parallel.start(parallel.ParallelConfig())
 
 
-def build(role: str, architecture, topology, *, rows: int, columns: int, **options):
-    """An Engine in float32 that computes so many full rows at once; older versions count rows instead of tokens."""
+def build(role: str, architecture, topology, *, rows: int, columns: int, dtype: str = "fp32", **options):
+    """An Engine that computes so many full rows at once; older versions count rows instead of tokens."""
     from megarlhf.models.build import build
 
     tokens = "micro_batch_tokens" in inspect.signature(build).parameters
     size = {"micro_batch_tokens": rows * columns} if tokens else {"micro_batch_size": rows}
-    return build(role, architecture, topology, dtype="fp32", **size, **options)
+    return build(role, architecture, topology, dtype=dtype, **size, **options)
 
 
 @contextlib.contextmanager

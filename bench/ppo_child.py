@@ -25,16 +25,21 @@ EOS = 1  # of the tokenizer that ppo_step.py makes
 
 
 class Phases:
-    """CPU seconds of all threads, wall seconds and the peak resident set of each phase of this process."""
+    """CPU seconds of all threads, wall seconds and the peak resident set of each phase of this process; on a GPU the
+    peak of torch's allocator."""
 
-    def __init__(self, ends: Ends | None):
+    def __init__(self, ends: Ends | None, device: str = "cpu"):
         self.steps: list[dict] = []
         self.name = ""
-        self.ends = ends
+        self.ends, self.cuda = ends, device == "cuda"
         self._mark()
 
     def enter(self, name: str) -> None:
         """End the previous phase; `generation` begins a step."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
         if self.steps:
             total = self.steps[-1].setdefault(self.name, {"wall": 0.0, "cpu": 0.0, "peak": 0, "forcing": 0.0})
             forcing = self.ends.taken() if self.ends else {"wall": 0.0, "cpu": 0.0}
@@ -48,11 +53,19 @@ class Phases:
         self._mark()
 
     def _mark(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        if self.cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
-    @staticmethod
-    def _peak() -> int:
+    def _peak(self) -> int:
+        if self.cuda:
+            import torch
+
+            return torch.cuda.max_memory_allocated()
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1])
 
@@ -92,7 +105,8 @@ def megarlhf(spec: dict, phases: Phases) -> None:
 
 
 def trl(spec: dict, phases: Phases) -> None:
-    """TRL's PPOTrainer on the same models, prompts and sizes, in float32 and without gradient checkpointing."""
+    """TRL's PPOTrainer on the same models, prompts and sizes, without gradient checkpointing. On a CPU in float32; on a
+    GPU policy and critic train in float32 with bfloat16 autocast, and the frozen models are bfloat16."""
     import torch
     from datasets import Dataset
     from transformers import (
@@ -126,13 +140,18 @@ def trl(spec: dict, phases: Phases) -> None:
             phases.enter("training")
         return plain_accumulate(*args, **kwargs)
 
-    policy, reference = (AutoModelForCausalLM.from_pretrained(spec["policy"]) for _ in range(2))
-    reward, value = (AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1) for _ in range(2))
+    cuda = spec.get("device") == "cuda"
+    frozen, trained = {"dtype": torch.bfloat16 if cuda else torch.float32}, {"dtype": torch.float32}
+    policy, reference = (AutoModelForCausalLM.from_pretrained(spec["policy"], **kind) for kind in (trained, frozen))
+    reward, value = (
+        AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1, **kind)
+        for kind in (frozen, trained)
+    )
     tokenizer = AutoTokenizer.from_pretrained(spec["policy"], padding_side="left")
     prompts = Dataset.from_dict({"input_ids": json.loads(Path(spec["prompts"]).read_text())})
     rows = spec["batch"] // int(os.environ.get("WORLD_SIZE", 1))
     arguments = PPOConfig(
-        output_dir=spec["out"], report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False,
+        output_dir=spec["out"], report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=not cuda, bf16=cuda,
         gradient_checkpointing=False, num_sample_generations=0, learning_rate=1e-5, seed=1,
         per_device_train_batch_size=min(spec["micro_batch"], rows),
         gradient_accumulation_steps=max(1, rows // spec["micro_batch"]), num_mini_batches=1,
@@ -151,7 +170,12 @@ def trl(spec: dict, phases: Phases) -> None:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    phases = Phases(Ends.of(spec["ends"], spec["response"], EOS) if spec.get("ends") else None)
+    if spec.get("device") == "cuda" and spec["system"] == "megarlhf":
+        from megarlhf.cluster import backend
+
+        backend.on_cuda()  # sets the environment of the driver, which Phases starts
+    phases = Phases(Ends.of(spec["ends"], spec["response"], EOS) if spec.get("ends") else None,
+                    spec.get("device", "cpu"))  # fmt: skip
     {"megarlhf": megarlhf, "trl": trl}[spec["system"]](spec, phases)
     phases.enter("end")
     Path(f"{spec['out']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(phases.steps))

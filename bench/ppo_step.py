@@ -1,7 +1,8 @@
 """One PPO step against TRL's PPO trainer (`trl==1.12.0`, the last release that has one).
 
     python -m bench.ppo_step [--quick] [--runs N] [--processes 1 2] [--only TEXT] [--old DIR] [--systems NAME ...]
-                             [--json FILE] [--png FILE]
+                             [--trl PYTHON] [--json FILE] [--png FILE]
+    python -m bench.ppo_step --gpu --trl PYTHON [--quick]      a stage of bench.gpu, which it prints its figures for
 
 The same Llama weights (policy, reward model; the critic starts from the reward model), prompts, lengths, batch and
 epochs, float32, one thread a process. The systems alternate, run by run, each in fresh processes, and every other run
@@ -41,6 +42,11 @@ CONFIGURATIONS = {
     "L2 H128 V2048 B32 R24 E4": dict(layers=2, hidden=128, vocab=2048, batch=32, response=24, epochs=4, rows=32),
     "L4 H256 V32000 B16 R64 E1": dict(layers=4, hidden=256, vocab=32000, batch=16, response=64, epochs=1, rows=8),
 }
+GPU = {  # the larger one on a GPU
+    "cuda": {"L16 H1024 V32000 B256 R128 E1": dict(layers=16, hidden=1024, vocab=32000, batch=256, response=128,
+                                                   epochs=1, rows=128)},
+    "cpu": {"L2 H64 V2048 B8 R8 E1": dict(layers=2, hidden=64, vocab=2048, batch=8, response=8, epochs=1, rows=8)},
+}  # fmt: skip
 RAGGED = {"ends": (0.1, 0.7)}  # lengths of responses, as fractions of R
 CONFIGURATIONS |= {
     "L4 H256 V32000 B32 R96 E4 ragged": CONFIGURATIONS["L4 H256 V32000 B32 R24 E4"] | {"response": 96} | RAGGED,
@@ -76,7 +82,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart (needs matplotlib)")
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="of an environment with TRL, instead of build/trl")
+    parser.add_argument("--gpu", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.gpu:
+        for figure in on_device(arguments.trl, arguments.quick):
+            print(json.dumps(figure), flush=True)
+        return
     if arguments.png and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib: pip install matplotlib")
     if arguments.old and not (arguments.old / "megarlhf").is_dir():
@@ -87,7 +99,7 @@ def main() -> None:
     if not names:
         parser.error(f"--only: no configuration has {arguments.only!r} in its name; there are {[*CONFIGURATIONS]}")
     needs_trl = not arguments.systems or any(name.startswith("trl") for name in arguments.systems)
-    python = environment() if needs_trl else None
+    python = (arguments.trl or environment()) if needs_trl else None
     figures = []
     for name in names[:1] if arguments.quick else names:
         with tempfile.TemporaryDirectory() as directory:
@@ -103,6 +115,26 @@ def main() -> None:
                     arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     if arguments.png:
         draw(figures, arguments.png)
+
+
+def on_device(python: Path, quick: bool):
+    """The figures of a stage of bench.gpu: wall seconds and peak memory of a step, on the GPU if there is one."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, sizes in GPU["cpu" if quick else device].items():
+        with tempfile.TemporaryDirectory() as directory:
+            bench = Bench(Path(directory), sizes | {"device": device}, python, None)
+            found = {system: bench.run(bench.systems(1, True)[system], 1, 1, steps=4) for system in ("megarlhf", "trl")}
+        totals = {system: sum(one[phase]["wall"] for phase in PHASES) for system, one in found.items()}
+        for system, one in found.items():
+            ratios = totals[system] / totals["trl"], one["peak"] / found["trl"]["peak"]
+            yield {"what": f"{system}, {name}: a step", "value": totals[system], "unit": "s", "share": ratios[0],
+                   "of": "TRL's"}  # fmt: skip
+            for phase in PHASES:
+                yield {"what": f"{system}: {phase}", "value": one[phase]["wall"], "unit": "s"}
+            yield {"what": f"{system}: peak memory", "value": one["peak"] / 2**20, "unit": "MiB", "share": ratios[1],
+                   "of": "TRL's"}  # fmt: skip
 
 
 def environment() -> Path:
@@ -176,18 +208,26 @@ class Bench:
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
                 [python, *launcher, str(ROOT / "bench" / "ppo_child.py"), str(path)],
-                env={**os.environ, **THREADS, "PYTHONPATH": system.get("root", str(ROOT)),
-                     "ACCELERATE_USE_CPU": "true"},
+                env=environment_of(system, sizes),
                 stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         return process, out
+
+
+def environment_of(system: dict, sizes: dict) -> dict[str, str]:
+    if sizes.get("device") == "cuda":
+        path = [str(ROOT)]
+        if system["system"] == "megarlhf":  # with the packages that this process was given; TRL has its own
+            path += filter(None, [os.environ.get("PYTHONPATH")])
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, **THREADS, "PYTHONPATH": system.get("root", str(ROOT)), "ACCELERATE_USE_CPU": "true"}
 
 
 def our_settings(directory: Path, sizes: dict, overrides: list[str], out: Path, steps: int, processes: int = 1) -> dict:
     """The part of a child's SPEC for `megarlhf ppo` on the models in `directory`. "micro_batch": (rows, columns)."""
     settings = {
         "run": f"{out}.run",
-        "model": {"checkpoint": f"{directory}/policy", "dtype": "fp32"},
+        "model": {"checkpoint": f"{directory}/policy", "dtype": "bf16" if sizes.get("device") == "cuda" else "fp32"},
         "prompts": {"path": f"{directory}/prompts.jsonl", "length": PROMPT},
         "sampler": {"response_length": sizes["response"], "micro_batch_size": sizes["batch"],
                     "stop_at_eos": bool(sizes.get("ends"))},

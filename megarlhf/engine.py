@@ -312,7 +312,7 @@ class Engine:
             for part, weights in self._sharded_weights().items()
         }
         if self.optimizer is not None and not weights_only:
-            with optim.indexed_without_padding(self.optimizer):
+            with (optim.indexed_without_padding if loading else optim.saved_once)(self.optimizer):
                 state["optimizer"] = self.optimizer.sharded_state_dict(
                     self._sharded_weights(), is_loading=loading, metadata=self._metadata()
                 )

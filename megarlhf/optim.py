@@ -4,17 +4,21 @@ scheduler state."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from megarlhf.config import UserError
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from megarlhf.cluster.parallel import Topology
 
@@ -133,10 +137,10 @@ def set_step(optimizer: MegatronOptimizer, config: OptimizerConfig, step: int, t
 
 @contextlib.contextmanager
 def indexed_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Wrap `sharded_state_dict` in this; otherwise the distributed optimizer saves a parameter's state from the wrong
-    place (megatron-core 0.16.1). It joins the buckets of a buffer without the padding at their ends, and then looks
-    each parameter up at its offset in the padded buffer. Behind a padded bucket it would save the state of neighbouring
-    parameters. A buffer has several buckets with tied embeddings and pipeline stages, and where reductions overlap."""
+    """Wrap `sharded_state_dict` for loading in this; otherwise the distributed optimizer looks for a parameter's state
+    in the wrong place (megatron-core 0.16.1). It joins the buckets of a buffer without the padding at their ends, and
+    then looks each parameter up at its offset in the padded buffer. A buffer has several buckets with tied embeddings
+    and pipeline stages, and where reductions overlap."""
     buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", ())]
     padded = [buffer.param_index_map for buffer in buffers]
     for buffer, index in zip(buffers, padded, strict=True):
@@ -151,3 +155,56 @@ def indexed_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
     finally:
         for buffer, index in zip(buffers, padded, strict=True):
             buffer.param_index_map = index
+
+
+@contextlib.contextmanager
+def saved_once(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Wrap `sharded_state_dict` for saving in this: the state of each parameter is then complete on one data-parallel
+    rank, which writes it. Megatron's would be complete on every rank, 12 bytes a parameter of its tensor and pipeline
+    shard in the memory of the host, and on all ranks of a node together as often as they are data-parallel."""
+    parts = [part for part in optimizer.chained_optimizers if hasattr(part, "gbuf_ranges")]
+    for part in parts:
+        part.sharded_param_state_fully_reshardable = functools.partial(_owned_state, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.sharded_param_state_fully_reshardable
+
+
+@torch.no_grad()
+def _owned_state(part: DistributedOptimizer, model_sharded_state_dict: dict, *_: Any, **__: Any) -> dict[int, Any]:
+    """{number of the parameter: its fp32 weight and moments} of the parameters that this rank owns, under the keys of
+    megatron's "fully_reshardable" format. Collective."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    sharded = {x.data: x for x in nested_values(extract_sharded_tensors_and_factories(model_sharded_state_dict)[0])}
+    group, state, number = part.data_parallel_group, {}, 0
+    owned = [0] * group.size()  # elements of each rank
+    for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
+        held = ChainMap(*(bucket["param_map"] for buckets in by_dtype.values() for bucket in buckets))
+        for parameter in buffer.param_index_map:
+            owner = owned.index(min(owned))
+            owned[owner] += parameter.numel()
+            mine = part._get_main_param_and_optimizer_states(parameter) if parameter in held else None
+            found = {}
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                if mine is not None:
+                    whole[held[parameter]["param"].start : held[parameter]["param"].end] = mine[name]
+                # Every element is on one rank and 0 on the others; the sum of their bits is exact.
+                dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, owner), group=group)
+                if group.rank() == owner:
+                    found[name] = whole.view(parameter.shape).cpu()
+            if found:
+                weight = sharded[parameter]
+                replica = (*weight.replica_id[:-1], 0)  # its last number is the data-parallel rank: there is one
+                state[number] = {
+                    name: replace(weight, key=f"optimizer.state.{name}.{weight.key}", data=value, replica_id=replica,
+                                  **({"dtype": value.dtype} if isinstance(weight, ShardedTensor) else {}))
+                    for name, value in found.items()
+                }  # fmt: skip
+            number += 1
+    return state

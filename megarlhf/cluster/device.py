@@ -52,11 +52,13 @@ def loading() -> Iterator[None]:
 
 
 def trim() -> None:
-    """On CPU, return the free memory of this process to the system."""
-    if not on_cuda():
-        from megarlhf.cpu import memory
+    """Return the free memory of this process to the device, on CPU to the system."""
+    if on_cuda():
+        torch.cuda.empty_cache()
+        return
+    from megarlhf.cpu import memory
 
-        memory.trim()
+    memory.trim()
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:

@@ -60,7 +60,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention of query [B, heads, Q, D] over key and value [B, groups, S, D], with `mask`
-    (True: is seen) or, without one, causal. `options` go to it.
+    (True: is seen; or a number that is added to the scores) or, without one, causal. `options` go to it.
 
     A mask on a GPU (torch <= 2.13): cuDNN's kernel, the default on Hopper, gives NaN gradients for some lengths and low
     scores; and no fused kernel knows mask and groups together, nor groups in 32 bits, so that keys and values are

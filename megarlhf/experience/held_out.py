@@ -111,8 +111,9 @@ def pass_at(k: int, right: int, samples: int) -> float:
 
 
 def slots(config: SamplerConfig, prompts: int, stages: int) -> int:
-    """Slots of each pipeline stage for a rank's number of prompts: no more than there are responses."""
-    return min(config.micro_batch_size, -(-prompts * config.samples_per_prompt // stages))
+    """Slots of each pipeline stage for a rank's number of prompts: no more than there are responses; at least, if
+    memory decides on them."""
+    return min(config.slots, -(-prompts * config.samples_per_prompt // stages))
 
 
 def prompts_at_once(config: SamplerConfig, share: int, stages: int) -> int:
@@ -144,10 +145,8 @@ def respond(
     # Collectives need as many prompts on every data-parallel rank; copies of the last prompt fill up and do not count.
     share = -(-len(prompts) // topology.data_size)
     mine = np.minimum(np.arange(share) + topology.data_rank * share, len(prompts) - 1)
-    stages = topology.parallel.pipeline
-    at_once = replace(draw, micro_batch_size=slots(draw, share, stages))
-    policy = Sampler(engine, at_once, prompt_length=length, seed=seed, eos_id=eos_id)
-    step = prompts_at_once(draw, share, stages)
+    policy = Sampler(engine, draw, rows=share * samples, prompt_length=length, seed=seed, eos_id=eos_id)
+    step = max(1, ROUNDS * policy.num_slots // samples)
     parts = []
     for start in range(0, share, step):
         rows = mine[start : start + step]

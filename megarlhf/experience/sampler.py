@@ -40,6 +40,8 @@ PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # computed at once: they fit a CP
 # Steps between looks at which responses have ended, if that is not free: it waits for the device, and other stages must
 # be told.
 LOOK_EVERY = {"cpu": 4, "cuda": 16}
+SLOTS = 16  # by default, where the device's memory is not known
+FREE = 0.9  # of a device's free memory, for what `Sampler.slot_bytes` and `fixed_bytes` count
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,33 @@ class SamplerConfig(Draw):
     response_length: int = 24  # R: at most so many sampled tokens; without stop_at_eos all, also past EOS (detail G4)
     stop_at_eos: bool = False  # a response ends with its first EOS; what follows is padding
     samples_per_prompt: int = 1  # they share the computation of the prompt
-    micro_batch_size: int = 16  # slots: responses computed at once; with pipeline stages, for each stage
+    # Slots: responses computed at once; with pipeline stages, for each stage. Default: on a GPU as many as its memory
+    # holds when the sampler is built, on a CPU 16.
+    micro_batch_size: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         for name in ("response_length", "samples_per_prompt", "micro_batch_size"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def slots(self) -> int:
+        """`micro_batch_size`, or its default without a GPU."""
+        return self.micro_batch_size or SLOTS
 
 
 class Sampler:
-    """Samples from `engine`'s model. Build it once. If steps are captured as CUDA graphs, its buffers keep their
-    addresses until it is deleted; otherwise the caches are allocated during `sample` alone.
+    """Samples from `engine`'s model. Build it once. Caches, and on a GPU recorded steps, have memory during `sample`
+    alone: training has it otherwise, and recording anew takes as long as a few steps.
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
     it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
-    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones. q_beta: for
-    models with Q heads: tokens are drawn from softmax((logits + q_beta Q) / temperature), Q the smaller of the slow
-    copies' two values; top_k, top_p, log-probs and entropies are of this distribution. ILQL's logits + q_beta (Q - V)
-    (arXiv:2206.11871, section 4) give the same: V is equal for all tokens of a state.
+    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones. rows: no
+    call samples more responses on this rank, so that more slots are not needed. q_beta: for models with Q heads: tokens
+    are drawn from softmax((logits + q_beta Q) / temperature), Q the smaller of the slow copies' two values; top_k,
+    top_p, log-probs and entropies are of this distribution. ILQL's logits + q_beta (Q - V) (arXiv:2206.11871, section
+    4) give the same: V is equal for all tokens of a state.
 
     Raises UserError if these cannot work with the model.
     """
@@ -83,6 +93,7 @@ class Sampler:
         pad_id: int | None = None,
         with_entropy: bool = False,
         lockstep: dist.ProcessGroup | None = None,
+        rows: int | None = None,
         q_beta: float = 0.0,
     ):
         assert not q_beta or engine.modules[0].has_q
@@ -101,10 +112,45 @@ class Sampler:
         self.static = cuda_graphs.captures()
         free = not self.static and parallel.pipeline == 1
         self.look_every = 1 if free else LOOK_EVERY[device.type]
-        size = -(-config.micro_batch_size // self.parts) * self.parts
+        size = config.micro_batch_size or self._slots_that_fit()
+        if rows is not None:
+            size = min(size, -(-rows // parallel.pipeline))
+        size = -(-size // self.parts) * self.parts
         self.caches = [Cache(chunk, slots=parallel.pipeline * size, columns=self.columns) for chunk in engine.modules]
         self.groups = [_Group(self, number, size) for number in range(parallel.pipeline)]
-        self._free_caches()
+        self._free()
+
+    def _slots_that_fit(self) -> int:
+        """Slots of each stage for which every rank has memory; SLOTS if it does not say. Collective."""
+        backend.trim()
+        free, _ = backend.memory()
+        if not free:
+            return SLOTS
+        fitting = torch.tensor(int(FREE * free - self.fixed_bytes) // self.slot_bytes, device=backend.device())
+        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+        return max(1, int(fitting))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that each further slot of every stage takes on this rank."""
+        stages, chunks = self.topology.parallel.pipeline, self.engine.modules
+        cache = sum(Cache.slot_bytes(chunk, columns=self.columns) for chunk in chunks)
+        logits = 0
+        if self.topology.last_stage:  # of one stage's slots at a time, and the sampling kernels' scratch
+            logits = 2 * 4 * len(chunks[-1].head_weight())
+        return stages * cache + logits
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that do not depend on the slots: activations of the prompts that are computed at once."""
+        config, parallel = self.engine.config, self.topology.parallel
+        channels = 4 * config.hidden_size + 4 * config.ffn_hidden_size // parallel.tensor
+        return PREFILL_TOKENS[backend.device().type] * channels * config.params_dtype.itemsize
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that this rank's model computes at once."""
+        return sum(group.size for group in self.groups)
 
     @property
     def num_bytes(self) -> int:
@@ -135,11 +181,11 @@ class Sampler:
             self.results["entropy"] = torch.zeros(shape, device=device)
         self.slots = Slots(rows=rows, samples=config.samples_per_prompt, groups=len(self.groups),
                            size=self.groups[0].size)  # fmt: skip
-        self._allocate_caches()
+        self._allocate()
         try:
             self._run(on_tokens)
         finally:
-            self._free_caches()
+            self._free()
         results = {name: value[:rows].contiguous() for name, value in self.results.items()}
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
@@ -197,17 +243,19 @@ class Sampler:
             tp_group=self.tensor_group,
         )
 
-    def _allocate_caches(self) -> None:
-        if not self.static:  # a captured step needs fixed addresses
-            backend.trim()  # sampling cannot use the free memory that other phases leave
+    def _allocate(self) -> None:
+        backend.trim()  # sampling cannot use the free memory that other phases leave
         for cache in self.caches:
             cache.allocate()
+        for group in self.groups:
+            group.record()
 
-    def _free_caches(self) -> None:
-        if not self.static:
-            for cache in self.caches:
-                cache.free()
-            backend.trim()
+    def _free(self) -> None:
+        for group in self.groups:
+            group.forget()  # recorded steps, which have memory of their own
+        for cache in self.caches:
+            cache.free()
+        backend.trim()
 
 
 class _Group:
@@ -238,7 +286,14 @@ class _Group:
         # Unfinished sends of each chunk, and of the rows (None). They are waited for one step later: before that the
         # receiver may itself wait for what this rank sends next.
         self.sending: dict[int | None, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
-        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(len(chunks))]
+        self.num_chunks = len(chunks)
+        self.decode: list[Callable[[], None]] = []  # a step of each chunk, during `sample`
+
+    def record(self) -> None:
+        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(self.num_chunks)]
+
+    def forget(self) -> None:
+        self.decode = []
 
     @property
     def num_bytes(self) -> int:
@@ -358,7 +413,7 @@ class _Group:
                 target[self.rows, self.steps - 1] = getattr(self, name)
             if self.topology.parallel.pipeline > 1:
                 self._send(self.tokens[: self.active].clone(), chunk)
-        if chunk == len(self.decode) - 1 and self.topology.first_stage and not self.topology.last_stage:
+        if chunk == self.num_chunks - 1 and self.topology.first_stage and not self.topology.last_stage:
             self.awaited = self.active
 
     def _prefill(self, chunk: int, starts: list[Start]) -> None:
@@ -396,9 +451,11 @@ class _Group:
         mine = slice(self.active)
         if chunk == 0:
             self.visible[self.index, 0, 0, self.positions] = True
+        visible = self.visible[mine, ..., :width]
+        bias = visible.new_zeros(visible.shape, dtype=sampler.engine.config.params_dtype)
         step = Step(
             sampler.caches[chunk], slice(self.first, self.first + self.active), self.index[mine], self.positions[mine],
-            self.visible[mine, ..., :width],
+            bias.masked_fill_(~visible, -torch.inf),
         )  # fmt: skip
         hidden = None if self._is_first(chunk) else self.received[chunk, : self.active // sampler.parts]
         hidden = sampler.engine.modules[chunk].run(
@@ -408,7 +465,7 @@ class _Group:
             self._draw(hidden)
         else:
             self.sent[chunk, : len(hidden)].copy_(hidden)
-        if chunk == len(self.decode) - 1:
+        if chunk == self.num_chunks - 1:
             self.positions.add_(1).clamp_(max=sampler.length - 1)
             self.steps.add_(1).clamp_(max=sampler.config.response_length)
 
@@ -432,7 +489,7 @@ class _Group:
 
     def _is_last(self, chunk: int) -> bool:
         """Whether this rank's `chunk` is the model's last."""
-        return self.topology.last_stage and chunk == len(self.decode) - 1
+        return self.topology.last_stage and chunk == self.num_chunks - 1
 
     # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks would
     # otherwise wait for each other in one queue.

@@ -24,13 +24,20 @@ class Cache:
 
     def __init__(self, chunk, *, slots: int, columns: int):
         attention = [layer.self_attention for layer in chunk.decoder.layers]
-        groups = attention[0].num_query_groups_per_partition
         weight = attention[0].linear_qkv.weight
+        groups = attention[0].num_query_groups_per_partition
         shape = (len(attention), slots, groups, columns, chunk.config.kv_channels)
         # zeros, since values that attention does not look at must be finite
         self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # (L, slots, g, W, D), rotated
         self.values = torch.zeros_like(self.keys)
         self.first = attention[0].layer_number
+
+    @staticmethod
+    def slot_bytes(chunk, *, columns: int) -> int:
+        """Bytes of one slot."""
+        attention = [layer.self_attention for layer in chunk.decoder.layers]
+        groups, kind = attention[0].num_query_groups_per_partition, attention[0].linear_qkv.weight.dtype
+        return 2 * len(attention) * groups * columns * chunk.config.kv_channels * kind.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -77,11 +84,13 @@ class Step:
     slots: slice  # these n slots of the cache
     rows: Tensor  # (n,) int64: 0 to n - 1
     positions: Tensor  # (n,) int64: of the tokens
-    visible: Tensor  # (n, 1, 1, W) bool: the columns up to them; W may be less than the cache's
+    # (n, 1, 1, W) in the model's precision: 0 at the columns up to them, else -inf; W may be less than the cache's.
+    # Attention would make it of a boolean mask, once in every layer.
+    bias: Tensor
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key and value [n, g, D] -> those of all columns, (n, g, W, D)."""
-        layer, width = layer_number - self.cache.first, self.visible.shape[-1]
+        layer, width = layer_number - self.cache.first, self.bias.shape[-1]
         found = []
         for store, new in ((self.cache.keys, key), (self.cache.values, value)):
             mine = store[layer, self.slots]
@@ -90,8 +99,8 @@ class Step:
         return tuple(found)
 
     def within(self, window: int | None) -> Tensor:
-        """`visible` for a layer whose tokens see so many columns."""
+        """`bias` for a layer whose tokens see so many columns."""
         if window is None:
-            return self.visible
-        columns = torch.arange(self.visible.shape[-1], device=self.visible.device)
-        return self.visible & (columns > self.positions[:, None, None, None] - window)
+            return self.bias
+        columns = torch.arange(self.bias.shape[-1], device=self.bias.device)
+        return self.bias.masked_fill(columns <= self.positions[:, None, None, None] - window, -torch.inf)

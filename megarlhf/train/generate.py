@@ -93,7 +93,7 @@ def find(settings: GenerateConfig, world_size: int) -> Plan:
     check_layout(architecture, settings.parallel)
     length = settings.prompts.length + settings.sampler.response_length
     check_length(architecture, length, "prompts.length + sampler.response_length")
-    rows = settings.sampler.micro_batch_size
+    rows = settings.sampler.slots
     memory.check_sizes(
         architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch_tokens=1,
         sampled=rows,
@@ -156,7 +156,7 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         total=share * num_samples * per_response, unit="tokens", unit_scale=True, disable=topology.rank != 0
     ) as bar:
         # The slots are refilled only within a call.
-        at_once = max(1, ROUNDS * settings.sampler.micro_batch_size * settings.parallel.pipeline // num_samples)
+        at_once = max(1, ROUNDS * policy.num_slots // num_samples)
         for start in range(0, share, at_once):
             watchdog.phase("generate", start + 1)
             rows = mine[start : start + at_once]

@@ -84,7 +84,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
     memory.check_sizes(
         start.architecture, sizes, dtype=settings.model.dtype, length=length, rows=training.batch_size // data_size,
         micro_batch_tokens=settings.micro_batch_tokens,
-        sampled=min(settings.sampler.micro_batch_size, training.batch_size // data_size),
+        sampled=min(settings.sampler.slots, training.batch_size // data_size),
     )  # fmt: skip
     sampler.check_sampling(
         settings.sampler,
@@ -219,19 +219,18 @@ def assemble(
         else:
             average.follow(actor, 0.0)
     share = settings.training.batch_size // topology.data_size
-    rows = min(settings.sampler.micro_batch_size, -(-share // settings.parallel.pipeline))  # slots of each stage
-    policy_sampler = Sampler(
-        actor, replace(settings.sampler, micro_batch_size=rows), prompt_length=settings.prompts.length,
-        seed=settings.seed, eos_id=start.tokenizer.eos_id,
-    )  # fmt: skip
-    greedy = None
-    if algorithm.greedy:
-        draw = replace(settings.sampler, micro_batch_size=rows, samples_per_prompt=1, greedy=True)
-        greedy = Sampler(actor, draw, prompt_length=settings.prompts.length, eos_id=start.tokenizer.eos_id)
     scorer = scoring.build_scorer(
         settings.scoring, topology, start.tokenizer, micro_batch_tokens=settings.micro_batch_tokens,
         dtype=settings.model.dtype, records=plan.prompts.records,
     )  # fmt: skip
+    policy_sampler = Sampler(  # after all models: its slots take the memory that is left
+        actor, settings.sampler, rows=share, prompt_length=settings.prompts.length, seed=settings.seed,
+        eos_id=start.tokenizer.eos_id,
+    )  # fmt: skip
+    greedy = None
+    if algorithm.greedy:
+        draw = replace(settings.sampler, samples_per_prompt=1, greedy=True)
+        greedy = Sampler(actor, draw, rows=share, prompt_length=settings.prompts.length, eos_id=start.tokenizer.eos_id)
     models = Models(
         actor=actor,
         critic=critic,

@@ -50,7 +50,7 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
 
     per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share the pass of its first P - 1
     decoded = 2.0 * body * rows * response + _attention(architecture, rows * response, prompt + response / 2)
-    rounds = data_size * -(-rows // data_size // settings.sampler.micro_batch_size)  # of full slots
+    rounds = data_size * -(-rows // data_size // settings.sampler.slots)  # of full slots
     cache = 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     sample = Work(
         trunk(architecture, per_prompt, prompt - 1, 0) + decoded + words,

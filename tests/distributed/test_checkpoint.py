@@ -99,6 +99,30 @@ def load_from(directory):
         return None
 
 
+def optimizer_bytes(family, sizes):
+    """(bytes of optimizer state that this rank would write, all its weights' elements, data-parallel ranks)"""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    with layout(**sizes) as topology:
+        engine = build("actor", MODELS[family], topology, micro_batch_tokens=48, dtype="bf16", optimizer=ADAM)
+        state = engine.sharded_state(loading=False)["optimizer"]["param_state"]
+        tensors = [x.data for x in nested_values(state)]
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)  # no part of something larger
+        elements = sum(p.numel() for module in engine.modules for p in module.parameters())
+        return sum(x.nbytes for x in tensors), elements, topology.data_size
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("llama", {}), ("gpt2", dict(overlap_grad_reduce=True)), ("llama", dict(tensor=2))]
+)
+def test_a_save_has_each_parameters_state_once(ranks, family, sizes):
+    """Data-parallel ranks share it about equally: none needs memory for all."""
+    found = ranks.run(2, optimizer_bytes, family, sizes)
+    for number, elements, data_size in found:
+        assert number < (0.7 if data_size == 2 else 1.01) * 12 * elements
+    assert sum(number for number, *_ in found) == sum(12 * elements / data_size for _, elements, data_size in found)
+
+
 def test_retention_and_damage(ranks, tmp_path):
     (latest,) = ranks.run(1, save, tmp_path, (1, 2, 3))
     steps = tmp_path / "checkpoints"

@@ -532,3 +532,41 @@ def sampled_first():
 def test_a_model_learns_after_it_has_sampled(ranks):
     for difference, grad_norm in ranks.run(2, sampled_first):
         assert difference < 1e-5 and grad_norm > 0
+
+
+def fitted(free, sizes):
+    """The default slots where a device says how much memory it has free."""
+    from unittest import mock
+
+    from megarlhf.cluster import backend
+
+    with layout(**sizes) as topology:
+        engine = make_engine(FAMILIES["llama"], topology)
+        fixed = 0
+        found = []
+        for rows, given in ((None, None), (6, None), (None, 3)):
+            config = SamplerConfig(response_length=R, micro_batch_size=given)
+            with mock.patch.object(backend, "memory", lambda: (free and free + 2**20 * topology.rank, 2 * free)):
+                sampler = Sampler(engine, config, prompt_length=P, rows=rows)
+            fixed = fixed or sampler.fixed_bytes
+            caches = sum(cache.num_bytes for cache in sampler.caches)
+            one = sum(group.size for group in sampler.groups) // len(sampler.groups)
+            found.append((one, caches, fixed, sampler.slot_bytes))
+        return found
+
+
+@pytest.mark.parametrize("sizes", [dict(tensor=2), dict(tensor=2, sequence=True), dict(pipeline=2)])
+def test_slots_fill_the_memory_of_the_rank_that_has_least(ranks, sizes):
+    free = 2**27
+    both = ranks.run(2, fitted, free, sizes)
+    assert len({tuple(one for one, *_ in found) for found in both}) == 1
+    fitting, bounded, given = both[0]
+    assert fitting[0] > 100 and given[0] == (4 if sizes.get("sequence") else 3)
+    assert bounded[0] == (3 if sizes.get("pipeline") else 6)
+    for (slots, caches, fixed, each), *_ in both:
+        assert caches <= slots * each and fixed + caches < 0.9 * free
+    # the rank that has least has no room for one percent more
+    slots, _, fixed, each = both[0][0]
+    tight = max(found[0][2] + 1.01 * found[0][0] * found[0][3] for found in both)
+    assert tight > 0.9 * free, (slots, fixed, each)
+    assert [found[0][0] for found in ranks.run(2, fitted, 0, sizes)] == [16, 16]  # not known, as on a CPU

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from megarlhf.cluster import cuda
+from megarlhf.cluster import cuda, device, operations
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.config import UserError
 from tests.ranks import ENVIRONMENT, ROOT
@@ -115,3 +116,36 @@ def test_two_ranks_on_one_device_are_refused():
 
 def place(local_rank: int, local_world_size: int) -> Rendezvous:
     return Rendezvous("slurm", local_rank, local_world_size, local_rank, local_world_size, "node7", "node7", 29500)
+
+
+@pytest.mark.parametrize("groups", [4, 2], ids=["heads", "groups"])
+def test_attention_with_a_mask_avoids_cudnn_and_scores_in_memory(monkeypatch, groups):
+    """The arguments that torch gets on a GPU: with a mask no cuDNN and no groups; without one, both."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, groups, groups))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    expected = operations.attend(query, key, value, mask)
+    seen, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*inputs, enable_gqa, **options):
+        seen.append((inputs[1].shape[1], enable_gqa, torch.backends.cuda.cudnn_sdp_enabled()))
+        return plain(*inputs, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(operations, "on_cuda", lambda: True)
+    monkeypatch.setattr(operations.F, "scaled_dot_product_attention", watched)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for given in (mask, torch.zeros(1, 1, 6, 6).masked_fill(~mask, -torch.inf), None):
+            torch.testing.assert_close(operations.attend(query, key, value, given), expected)
+        half = [x.bfloat16() for x in (query, key, value)]
+        operations.attend(*half, None)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+    # in 32 bits no fused kernel knows groups
+    assert seen == [(4, False, False), (4, False, False), (4, False, True), (groups, groups < 4, True)]
+
+
+def test_float32_has_megatrons_layers(monkeypatch):
+    """Transformer Engine would multiply in TF32."""
+    monkeypatch.setattr(device, "on_cuda", lambda: True)
+    assert not device.uses_transformer_engine(torch.float32)
