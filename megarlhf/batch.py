@@ -153,7 +153,7 @@ class Comparisons(Sequences):
 
     ranks: Tensor  # (B,) int64: 0 is the best; equal ranks are ties
     margins: Tensor  # (B,) float32: the least difference that a pair's scores should have
-    nll_scale: float = 1.0  # pairs / counted tokens of the best responses, both of the global minibatch
+    nll_scale: float = 1.0  # pairs / counted tokens of the best responses, of the global minibatch or the held-out set
     # (B,) float64: the reference's log-prob of each response, where a loss needs it (algorithms/preference.py)
     ref_logprobs: Tensor | None = None
 

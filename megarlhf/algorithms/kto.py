@@ -87,7 +87,12 @@ def prepare(rows: Ratings, models: Forwards, group: dist.ProcessGroup | None, *,
     if group is not None:
         dist.all_reduce(packed, group=group)
     total, count = packed.tolist()
-    return replace(rows, baseline=max(0.0, total / count) if count else 0.0)
+    return replace(rows, baseline=_positive(total / count) if count else 0.0)
+
+
+def _positive(value: float) -> float:
+    """max(0, value), and NaN as it is, so that the loop sees it."""
+    return 0.0 if value < 0 else value
 
 
 def kto_loss(outputs: Outputs, rows: Ratings, *, config: KTOConfig) -> tuple[Tensor, Tensor, Metrics]:

@@ -5,6 +5,7 @@ Legend: a group is what is shuffled as one: a row, or the rows of a prompt.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,6 +21,8 @@ class DataFile:
     )
 
     def __post_init__(self):
+        if not self.path:
+            raise ValueError("path: is empty; name a file")
         if not 0 < self.weight <= 1000:
             raise ValueError(f"weight: must be above 0 and at most 1000, not {self.weight:g}")
 
@@ -93,7 +96,11 @@ def check_files(given: Files, key: str) -> None:
     named = paths(given)
     if not named:
         raise ValueError(f"{key}: is an empty list; name a file")
-    if twice := [path for path in named if named.count(path) > 1]:
+    for path in named:
+        if not path:
+            raise ValueError(f"{key}: is empty; name a file")
+    real = [os.path.realpath(path) for path in named]
+    if twice := [path for path, one in zip(named, real, strict=True) if real.count(one) > 1]:
         raise ValueError(f"{key}: {twice[0]} is named twice; name it once, with the weight {len(twice)}")
 
 

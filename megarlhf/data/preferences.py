@@ -7,7 +7,8 @@ G rows of the global batch, B = G / dp_size rows of this rank.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -131,13 +132,13 @@ def _load(
     truncated, dropped, crowded = [], [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
     for line, (rows, row_ranks, margin) in records.read(lambda row: _comparison(row, tokenizer, config)):
+        if counted == "response" and not all(any(marks[1 : config.max_length]) for _, marks in rows):
+            crowded.append(line)
+            continue
         cut = [ids[: config.max_length] for ids, _ in rows]
         pairs = [(i, j) for i in range(len(cut)) for j in range(i) if row_ranks[i] != row_ranks[j]]
         if any(cut[i] == cut[j] for i, j in pairs):
             dropped.append(line)
-            continue
-        if counted == "response" and not all(any(marks[1 : config.max_length]) for _, marks in rows):
-            crowded.append(line)
             continue
         if any(len(ids) > config.max_length for ids, _ in rows):
             truncated.append(line)
@@ -199,14 +200,22 @@ class PreferenceLoader(Loader):
         )  # fmt: skip
         return (prompts[:, None] * size + np.arange(size)).ravel()
 
+    def epoch_batches(self) -> Iterator[Comparisons]:
+        scale = self._nll_scale(np.arange(len(self.data)))  # of the whole set, whatever the batches
+        for batch in super().epoch_batches():
+            yield replace(batch, nll_scale=scale)
+
+    def _nll_scale(self, rows: np.ndarray) -> float:
+        best = rows[:: self.data.num_responses]
+        return len(best) / int(self.data.num_counted[best].sum())
+
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
         sequences, mine = super()._batch(rows, real), rows[self._mine(rows)]
-        best = rows[real][:: self.data.num_responses]
         return Comparisons(
             **vars(sequences) | {"together": self.data.num_responses},
             ranks=torch.from_numpy(self.data.ranks[mine]),
             margins=torch.from_numpy(self.data.margins[mine]),
-            nll_scale=len(best) / int(self.data.num_counted[best].sum()),
+            nll_scale=self._nll_scale(rows[real]),
         )
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ Legend: K rows, stored flat as in `sft.Examples`; G rows of the global batch, B 
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,14 @@ class RatedExamples(Examples):
     prompts: np.ndarray  # (K,) int64: equal for equal prompts
     starts: np.ndarray  # (K,) int64: tokens of the prompt
     max_length: int
+
+    @property
+    def class_sizes(self) -> tuple[float, float]:
+        """(good, bad) responses of an epoch on average, with the weights of the files."""
+        repeats = np.ones(len(self))
+        if self.parts:
+            repeats = np.concatenate([np.full(part.num_groups, part.weight) for part in self.parts])
+        return float(repeats[self.labels].sum()), float(repeats[~self.labels].sum())
 
     @classmethod
     def join(cls, sets: Sequence[RatedExamples], parts: tuple[Part, ...]) -> RatedExamples:
@@ -130,7 +139,7 @@ def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[Ra
         mask.extend(counts)
         offsets.append(len(tokens))
         labels.append(label)
-        prompts.append(known.setdefault(array("i", cut[:start]).tobytes(), len(known)))
+        prompts.append(known.setdefault(_digest(cut[:start]), len(known)))
         starts.append(start)
     report = RatingReport(
         path=path,
@@ -155,6 +164,10 @@ def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[Ra
         max_length=config.max_length,
     )
     return ratings, report
+
+
+def _digest(ids: list[int]) -> bytes:
+    return hashlib.blake2b(array("i", ids).tobytes(), digest_size=16).digest()
 
 
 class RatingLoader(Loader):
@@ -206,4 +219,5 @@ def _rating(
     (found,) = encode(tokenizer, prompt, {config.response_key: response}, **options)
     if len(found.ids) < 2:
         raise ValueError("a single token, which has no log-prob; give a prompt, or set add_bos or add_eos")
-    return found.ids, found.mask, len(found.prompt), label
+    # the first token of all has no log-prob, so it is never the response's
+    return found.ids, found.mask, max(1, len(found.prompt)), label

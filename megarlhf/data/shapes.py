@@ -97,6 +97,12 @@ def prm800k(row: dict[str, Any], *, neutral: bool | float | None = True) -> dict
     return {"prompt": problem, "steps": steps, "labels": labels}
 
 
+def prm800k_finished(row: dict[str, Any]) -> bool:
+    """Whether the labeler judged the solution to its end or to its first error, and did not give up before (the line's
+    finish_reason is give_up or bad_problem)."""
+    return row["label"].get("finish_reason") not in ("give_up", "bad_problem")
+
+
 def is_prm800k(row: dict[str, Any]) -> bool:
     return isinstance(row.get("question"), dict) and isinstance(row.get("label"), dict) and "steps" in row["label"]
 

@@ -21,7 +21,7 @@ from megarlhf.data.files import Files, Reports, check_files, load_files
 from megarlhf.data.jsonl import Records, places, string
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples
-from megarlhf.data.shapes import is_prm800k, prm800k
+from megarlhf.data.shapes import is_prm800k, prm800k, prm800k_finished
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
@@ -115,7 +115,7 @@ def _load(path: str, tokenizer: Tokenizer, config: StepDataConfig, after: list[i
     offsets, decided = array("q", [0]), bytearray()
     truncated, unlabelled, joined = [], [], []
     records = Records(path, max_bad_fraction=config.max_bad_fraction)
-    for line, (ids, steps, within) in records.read(lambda row: _solution(row, tokenizer, config, after)):
+    for line, (ids, steps, within, finished) in records.read(lambda row: _solution(row, tokenizer, config, after)):
         is_cut, ids = len(ids) > config.max_length, ids[: config.max_length]
         steps = [(end, label) for end, label in steps if end < len(ids)]
         at = {end: label for end, label in steps if label is not None}
@@ -129,7 +129,7 @@ def _load(path: str, tokenizer: Tokenizer, config: StepDataConfig, after: list[i
         tokens.extend(ids)
         mask.extend(index in at for index in range(len(ids)))
         labels.extend(at.get(index, 0.0) for index in range(len(ids)))
-        decided.append(_decided([label for _, label in steps], is_cut))
+        decided.append(_decided([label for _, label in steps], finished and not is_cut))
         offsets.append(len(tokens))
     examples = StepExamples(
         tokens=np.array(tokens, np.int32),
@@ -187,11 +187,13 @@ def check_separator(tokenizer: Tokenizer, separator: str, key: str) -> None:
 
 def _solution(
     row: dict[str, Any], tokenizer: Tokenizer, config: StepDataConfig, after: list[int]
-) -> tuple[list[int], list[tuple[int, float | None]], bool]:
-    """(ids, (index of the last token, label) of each step, whether a step has the separator in it) of a line;
-    ValueError says what is wrong with it. `after`: ids that follow each step."""
+) -> tuple[list[int], list[tuple[int, float | None]], bool, bool]:
+    """(ids, (index of the last token, label) of each step, whether the separator is also within a step, whether the
+    labels are of the whole solution) of a line; ValueError says what is wrong with it. `after`: ids that follow each
+    step."""
+    finished = True
     if is_prm800k(row):
-        found = prm800k(row)
+        found, finished = prm800k(row), prm800k_finished(row)
         row = {getattr(config, f"{name}_key"): value for name, value in found.items()}
     prompt = string(row, config.prompt_key)
     texts = _texts(row, config)
@@ -211,7 +213,7 @@ def _solution(
         if len(ids) == 1:
             raise ValueError("a step that is the row's first token has no score; give a prompt, or set add_bos")
         steps.append((len(ids) - 1, label))
-    return ids, steps, any(config.separator in step for step in texts)
+    return ids, steps, config.separator.join(texts).split(config.separator) != texts, finished
 
 
 def _texts(row: dict[str, Any], config: StepDataConfig) -> list[str]:
@@ -244,10 +246,10 @@ def _labels(row: dict[str, Any], config: StepDataConfig, size: int) -> list[floa
     return [None if label is None else float(label) for label in labels]
 
 
-def _decided(labels: list[float | None], is_cut: bool) -> bool:
+def _decided(labels: list[float | None], whole: bool) -> bool:
     """Whether the first wrong one of a solution's steps is known, or that there is none. `labels`: of the steps that
-    are left."""
+    are left; `whole`: these are all."""
     for label in labels:
         if label is None or label < THRESHOLD:
             return label is not None
-    return not is_cut
+    return whole

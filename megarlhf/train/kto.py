@@ -36,7 +36,7 @@ def check(settings: KTOConfig, world_size: int) -> Plan:
     start = setup.find(settings, length=settings.data.max_length, role="actor")
     setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
     examples, report = load_ratings(settings.data.train, start.tokenizer, settings.data, both=True)
-    notes, validation = [report.summary(), *balance(settings.kto, report.num_good, report.num_bad)], None
+    notes, validation = [report.summary(), *balance(settings.kto, *examples.class_sizes)], None
     if settings.data.validation is not None:
         validation, report = load_ratings(settings.data.validation, start.tokenizer, settings.data)
         notes.append(report.summary())
@@ -50,7 +50,7 @@ def check(settings: KTOConfig, world_size: int) -> Plan:
     )  # fmt: skip
 
 
-def balance(loss: LossConfig, good: int, bad: int) -> list[str]:
+def balance(loss: LossConfig, good: float, bad: float) -> list[str]:
     """A note if the weights leave the classes out of balance."""
     ratio = loss.desirable_weight * good / (loss.undesirable_weight * bad)
     if 1 <= ratio <= 4 / 3 + 1e-9:

@@ -137,6 +137,17 @@ def test_kill_9_and_resume_equals_a_straight_run(directory, tmp_path):
 # ------------------------------------------------------------------------------------------------ mistakes
 
 
+@pytest.mark.parametrize(("program", "data"), [("dpo", "pairs"), ("kto", "ratings")])
+def test_several_files_with_weights(directory, program, data):
+    """The checks before a start; kto's note on the balance of classes counts what an epoch has."""
+    found = cli.find(program)
+    files = [f"{directory}/{data}.train.jsonl", {"path": f"{directory}/{data}.validation.jsonl", "weight": 2}]
+    plan = found.check(found.load(directory / f"{program}.yaml", [f"data.train={json.dumps(files)}"]), 2)
+    assert plan.training.epoch_rows == 2 * (40 + 2 * 9) and "weight 2" in plan.notes[0]
+    if program == "kto":
+        assert plan.training.class_sizes == (58, 58)
+
+
 def error(capsys, program, path, *overrides):
     assert cli.main([program, "--config", str(path), *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -147,7 +158,7 @@ LONG = "the plot " * 60
 BAD_DATA = {
     "no rejected": ("dpo", [{"prompt": "a", "chosen": " b"}], ":1: no key 'rejected' (found: prompt, chosen); 1 of 1"),
     "equal answers": ("dpo", [PAIR | {"rejected": PAIR["chosen"]}], "1 dropped (better and worse responses alike)"),
-    "no room for pairs": ("dpo", [PAIR | {"prompt": LONG}], "1 dropped ("),
+    "no room for pairs": ("dpo", [PAIR | {"prompt": LONG}], "1 dropped (the prompt leaves no room"),
     "margins of ipo": ("dpo", [PAIR | {"margin": 1.0}], ": has margins, which the loss ipo does not use; choose dpo"),
     "no response": ("kto", [RATING, {"prompt": "a", "label": True}], ":2: no key 'response' (found: prompt, label)"),
     "no label": ("kto", [RATING, {"prompt": "a", "response": "b"}], ":2: no key 'label' (found: prompt, response)"),

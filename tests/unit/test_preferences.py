@@ -294,18 +294,19 @@ def test_batches_must_divide(tokenizer, pairs):
 
 
 def test_the_scale_of_an_nll_per_token(tokenizer, pairs):
-    """Pairs over tokens of the best responses, of the real rows of a global batch; the same number on every rank."""
+    """Pairs over tokens of the best responses, of a global batch or, for evaluation, of the whole set, so that the mean
+    does not depend on the batches; the same number on every rank."""
     data, _ = load_preferences(pairs, tokenizer, PreferenceDataConfig(train=pairs), counted="response")
     whole = PreferenceLoader(data, global_batch=8)
     for dp_size in (1, 2, 4):
         ranks = [PreferenceLoader(data, global_batch=8, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
         batches = [(whole.batch(1), [loader.batch(1) for loader in ranks])]
-        batches += zip(
-            whole.epoch_batches(), zip(*(loader.epoch_batches() for loader in ranks), strict=True), strict=True
+        epoch = list(
+            zip(whole.epoch_batches(), zip(*(loader.epoch_batches() for loader in ranks), strict=True), strict=True)
         )
-        for expected, parts in batches:
-            real = expected.mask.any(1)
-            scale = real.sum().item() / 2 / expected.mask[0::2].sum().item()
-            assert {part.nll_scale for part in parts} == {expected.nll_scale} and expected.nll_scale == pytest.approx(
-                scale
-            )
+        for together in (batches, epoch):
+            masks = [expected.mask for expected, _ in together]
+            scale = sum(mask.any(1).sum().item() / 2 for mask in masks) / sum(mask[0::2].sum().item() for mask in masks)
+            for expected, parts in together:
+                assert {part.nll_scale for part in parts} == {expected.nll_scale}
+                assert expected.nll_scale == pytest.approx(scale)

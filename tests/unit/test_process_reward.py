@@ -193,6 +193,10 @@ def test_lines_of_prm800k(tokenizer, tmp_path):
     )
     assert one.tokens.tolist() == two.tokens.tolist() and one.mask.tolist() == two.mask.tolist()
     assert one.labels.tolist() == two.labels.tolist() and one.mask.sum() == 2 and not one.decided.any()
+    right = {"completions": [{"text": "One.", "rating": 1}], "chosen_completion": 0, "human_completion": None}
+    for reason, decided in (("solution", True), ("give_up", False), ("bad_problem", False)):
+        row = public | {"label": {"steps": [right], "finish_reason": reason}}
+        assert load(write(tmp_path / "x.jsonl", [row]), tokenizer)[0].decided.tolist() == [decided]
 
 
 def test_a_cut_takes_labels_with_their_texts(tokenizer, tmp_path):

@@ -58,8 +58,19 @@ def test_conversations_and_several_files(tmp_path):
     assert data.prompts.tolist() == [0, 0, 1] and data.epoch_rows == 4
     assert sorted(RatingLoader(data, global_batch=4, seed=0).rows(0).tolist()) == [0, 1, 2, 2]
     assert f"{two}: 1 good and 0 bad" in report.summary() and "weight 2: 2 of 1 an epoch" in report.summary()
+    assert data.class_sizes == (3, 1)
     with pytest.raises(UserError, match="two.jsonl: all 1 responses are good"):
         load_ratings(two, chat, RatingDataConfig(train=two), both=True)
+
+
+def test_without_prompt_and_bos(tokenizer, tmp_path):  # noqa: F811
+    """The first token of all then is the context, and no mismatched row is longer than max_length, or empty."""
+    rows = [{"prompt": "", "response": " slow" * (1 + 4 * i), "label": i % 2 == 0} for i in range(5)]
+    data, _ = load(write(tmp_path / "x.jsonl", rows), tokenizer, add_bos=False, max_length=16)
+    assert (data.starts == 1).all() and not data.mask[data.offsets[:-1]].any()
+    for batch in RatingLoader(data, global_batch=4, seed=0).epoch_batches():
+        lengths = (batch.mismatched_segments > 0).sum(1)
+        assert lengths.min() >= 1 and lengths.max() <= 16
 
 
 def test_what_is_too_long(tokenizer, tmp_path):  # noqa: F811
