@@ -23,6 +23,7 @@ that they work; --quick takes small sizes, and less than a minute there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -61,9 +62,9 @@ def main() -> int:
         for stage in (stage for stage in LIMITS if stage in arguments.only):
             limit = min(LIMITS[stage], end - time.monotonic())
             results.append(run(stage, limit, path, arguments, Path(directory)))
-            arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-            arguments.out.with_suffix(".md").write_text(table(results))
-    print(f"\n{arguments.out.with_suffix('.json')}, {arguments.out.with_suffix('.md')}")
+            Path(f"{arguments.out}.json").write_text(json.dumps(results, indent=1) + "\n")
+            Path(f"{arguments.out}.md").write_text(table(results))
+    print(f"\n{arguments.out}.json, {arguments.out}.md")
     return int(any(result["status"] == "failed" for result in results))
 
 
@@ -101,7 +102,7 @@ def run(stage: str, limit: float, path: list[str], arguments: argparse.Namespace
             code, reason = process.wait(), f"not done after {limit:.0f} s"
     result["seconds"] = round(time.monotonic() - started, 1)
     text = log.read_text()
-    result["figures"] = tested(text) if stage == "tests" else [json.loads(x) for x in text.splitlines() if x[:1] == "{"]
+    result["figures"] = tested(text) if stage == "tests" else figures(text)
     wrong = [figure["what"] for figure in result["figures"] if "error" in figure]
     if code and not reason and not wrong:
         reason = " ".join(Path(f"{log}.errors").read_text().split())[-400:] or f"status {code}"
@@ -113,6 +114,15 @@ def run(stage: str, limit: float, path: list[str], arguments: argparse.Namespace
 def nvidia() -> bool:
     """Whether there may be a GPU. (Only the stages ask the driver: each in a process of its own.)"""
     return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def figures(text: str) -> list[dict]:
+    """The lines of a stage's output that are JSON objects; a stage that was ended may have begun one."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found += [value] if isinstance(value := json.loads(line), dict) else []
+    return found
 
 
 def missing(stage: str, arguments: argparse.Namespace, limit: float) -> str:

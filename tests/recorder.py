@@ -61,8 +61,6 @@ class Operation:
             return 2 * size(read[-1])
         if self.name in ("index", "embedding", "gather", "index_select"):
             return 2 * sum(map(size, written))
-        if self.name in ("copy_", "fill_", "zero_", "zeros", "zeros_like", "ones", "full", "arange"):
-            return sum(map(size, read + written))
         return sum(map(size, read + written))
 
 

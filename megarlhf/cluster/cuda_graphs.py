@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,12 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return _Captured(step) if captures() else step
 
 
+@functools.cache
+def _warm_up_stream() -> torch.cuda.Stream:
+    """One for all: torch keeps a workspace of cuBLAS for each stream."""
+    return torch.cuda.Stream()
+
+
 class _Captured:
     def __init__(self, step: Callable[[], None]):
         self.step = step
@@ -29,7 +36,7 @@ class _Captured:
     def __call__(self) -> None:
         self.calls += 1
         if self.calls <= 2:  # not on the default stream, which cannot be recorded
-            stream = torch.cuda.Stream()
+            stream = _warm_up_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self.step()

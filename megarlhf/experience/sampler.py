@@ -121,31 +121,40 @@ class Sampler:
         self._free()
 
     def _slots_that_fit(self) -> int:
-        """Slots of each stage for which every rank has memory; SLOTS if it does not say. Collective."""
+        """Slots of each stage for which every rank has memory, a multiple of `parts`; SLOTS if it does not say.
+        Collective."""
         backend.trim()
         free, _ = backend.memory()
         if not free:
             return SLOTS
         fitting = torch.tensor(int(FREE * free - self.fixed_bytes) // self.slot_bytes, device=backend.device())
         dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-        return max(1, int(fitting))
+        return max(self.parts, int(fitting) // self.parts * self.parts)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes that each further slot of every stage takes on this rank."""
         stages, chunks = self.topology.parallel.pipeline, self.engine.modules
         cache = sum(Cache.slot_bytes(chunk, columns=self.columns) for chunk in chunks)
-        logits = 0
-        if self.topology.last_stage:  # of one stage's slots at a time, and the sampling kernels' scratch
-            logits = 2 * 4 * len(chunks[-1].head_weight())
-        return stages * cache + logits
+        if self.topology.last_stage:  # logits of one stage's slots at a time, and what is computed from them
+            return stages * cache + self._column_bytes() * len(chunks[-1].head_weight())
+        # The prompts' hidden states wait until the next stage has taken them.
+        states = self.prompt_length * self.engine.config.hidden_size * self.engine.config.params_dtype.itemsize
+        return stages * (cache + len(chunks) * states // self.parts)
+
+    def _column_bytes(self) -> int:
+        """Bytes of a slot's logit in float32 and of the sampling kernels' scratch for it."""
+        if self.config.top_k or self.config.top_p < 1:
+            return 48  # the search for the threshold sorts int64 keys; measured: 41 beside the logit
+        return 16 if self.q_beta else 8
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the slots: activations of the prompts that are computed at once."""
         config, parallel = self.engine.config, self.topology.parallel
         channels = 4 * config.hidden_size + 4 * config.ffn_hidden_size // parallel.tensor
-        return PREFILL_TOKENS[backend.device().type] * channels * config.params_dtype.itemsize
+        tokens = max(PREFILL_TOKENS[backend.device().type], self.prompt_length)  # a longer prompt is computed alone
+        return tokens * channels * config.params_dtype.itemsize
 
     @property
     def num_slots(self) -> int:

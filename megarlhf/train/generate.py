@@ -130,6 +130,9 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         role, plan.architecture, topology, micro_batch_tokens=1, dtype=settings.dtype, awaits_checkpoint=True
     )
     checkpoint.load(engine, plan.source, weights_only=True)
+    num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
+    # Collectives need the same number of prompts on every data-parallel rank; copies of the last prompt pad it.
+    share = -(-num_prompts // topology.data_size)
     policy = Sampler(
         engine,
         settings.sampler,
@@ -137,10 +140,8 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
         seed=settings.seed,
         eos_id=plan.tokenizer.eos_id,
         q_beta=settings.sampler.q_beta,
+        rows=share * num_samples,
     )
-    num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
-    # Collectives need the same number of prompts on every data-parallel rank; copies of the last prompt pad it.
-    share = -(-num_prompts // topology.data_size)
     mine = np.minimum(np.arange(topology.data_rank * share, (topology.data_rank + 1) * share), num_prompts - 1)
     per_response = topology.data_size * settings.sampler.response_length
     lines: list[dict[str, Any]] = []
