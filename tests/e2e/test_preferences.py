@@ -284,7 +284,7 @@ def share_caches(path, directory):
     from megarlhf.models.build import build
 
     found, rank = cli.find("dpo"), dist.get_rank()
-    settings = found.load(str(path), [])
+    settings = found.load(str(path), [f"data.train={directory / 'twice.jsonl'}"])
     plan = found.check(settings, dist.get_world_size())
     content = plan.reference.content
     with layout() as topology:
@@ -318,7 +318,7 @@ def share_caches(path, directory):
         said["no directory"] = make("file/cache", content, lambda: None)
         rows = sum(len(keys) for keys, *_ in reference.Cached.read(directory / "equal", topology).parts)
         if rank == 0:
-            for name, missing in (("part", "00001.*.npy"), ("stale", reference.FILE)):
+            for name, missing in (("part", "00000.*.npy"), ("stale", reference.FILE)):
                 shutil.copytree(directory / "equal", directory / name)
                 for file in (directory / name).glob(missing):
                     file.unlink()
@@ -331,6 +331,8 @@ def share_caches(path, directory):
 
 def test_jobs_and_ranks_that_share_a_cache(ranks, directory, tmp_path):
     """The later of two jobs uses the cache of the first; a rank that cannot write or see it stops all of them."""
+    lines = (directory / "pairs.train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "twice.jsonl").write_text("".join(line + line for line in lines))  # ranks read equal rows
     told = ranks.run(2, share_caches, directory / "dpo.yaml", tmp_path)
     assert told[0] == told[1], "all ranks say the same"
     rows, said = told[0]
