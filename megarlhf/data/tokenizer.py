@@ -102,6 +102,30 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+def check_same(tokenizer: Tokenizer, path: str, directory: Path | None, model: str) -> str | None:
+    """Refuse (UserError) a model whose tokenizer, in `directory`, gives an id of the policy's `tokenizer` another
+    meaning. Returns a note if something could not be checked, or may matter. `path` and `model`, such as "reward
+    model", are for messages."""
+    if directory is None:
+        return f"{path}: came without a tokenizer, so whether it reads tokens as the policy does is not checked"
+    if tokenizer.came_with(directory):
+        return None
+    theirs = load_tokenizer(directory)
+    own = theirs.tokens()
+    for token, name in sorted(tokenizer.tokens().items()):
+        if own.get(token) != name:
+            other = f"is {own[token]!r}" if token in own else "does not exist"
+            raise UserError(
+                f"{path}: token {token} is {name!r} to the policy but {other} to the {model}; use a {model} trained "
+                f"with the policy's tokenizer, {tokenizer.path}"
+            )
+    if theirs.chat_template != tokenizer.chat_template:
+        return (
+            f"{path}: has another chat template than the policy; it may have learned from other forms of conversations"
+        )
+    return None
+
+
 class Tokenizer(ABC):
     """The interface of all tokenizers. Made by `load_tokenizer`."""
 

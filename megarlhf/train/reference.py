@@ -2,17 +2,22 @@
 
 A cache is a directory with the log-prob of every counted token of every row that the reference reads in a run. Rows are
 found by their content (tokens and mask), so a cached model takes the place of a model that is run. The file
-reference.json says what the cache was made of: the reference's weights, by their checksums, and the tokens of the data.
+reference.json says what the cache was made of (the reference's weights, by their checksums, and the tokens of the data)
+and how many rows it has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +36,8 @@ from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples
-from megarlhf.models.locate import find_model
+from megarlhf.data.tokenizer import check_same
+from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture
 from megarlhf.optim import OptimizerConfig
 from megarlhf.train import offline, setup
@@ -43,7 +49,7 @@ if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
 FILE = "reference.json"  # of a cache, and of a step directory
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Reference:
     source: Path | None  # model directory; None: the same random weights as the policy's
     weights: str | None  # hash of the weights; None: not known, since the model has no checksums
     content: dict[str, Any]  # what a cache is made of
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,23 +115,28 @@ def check(
         raise UserError(
             f"reference.checkpoint: {config.checkpoint} has another architecture than the policy; give one of the same"
         )
+    notes = []
+    if config.checkpoint is not None:
+        tokenizer = find_tokenizer(config.checkpoint)
+        notes.append(
+            check_same(start.tokenizer, f"reference.checkpoint: {config.checkpoint}", tokenizer, "reference model")
+        )
     weights = f"random, seed {settings.seed}" if source is None else weights_of(source)
     content = {
         "format": FORMAT,
         "reference": weights,
         "dtype": settings.model.dtype,
         "max_length": settings.data.max_length,
-        "training": content_of(data[0]),
-        "validation": content_of(data[1]),
+        "training": content_of(data[0], complete=algorithm.mixes_rows),
+        "validation": content_of(data[1], complete=algorithm.mixes_rows),
         # which rows are compared with which others depends on the order of the data
         "order": None,
     }
     if algorithm.mixes_rows:
         repeats = [[part.num_groups, part.weight] for part in data[0].parts]
         content["order"] = [settings.seed, settings.training.global_batch_size, total_steps, repeats]
-    found = Reference(source, weights, content)
     if start.resume_from is not None:
-        check_resumed(start.resume_from, found)
+        notes.append(check_resumed(start.resume_from, source, weights))
     if config.cache is not None:
         if source is None or weights is None:
             raise UserError(
@@ -132,10 +144,10 @@ def check(
                 + (f"{source} has no {checksums.FILE}; convert it again" if source else "random weights have none")
                 + ", or remove reference.cache"
             )
-        setup.check_writable(config.cache)
+        setup.check_writable(config.cache, "reference.cache")
         if Path(config.cache).exists():
             check_cache(Path(config.cache), content)
-    return found
+    return Reference(source, weights, content, tuple(filter(None, notes)))
 
 
 def weights_of(directory: Path) -> str | None:
@@ -153,24 +165,42 @@ def weights_of(directory: Path) -> str | None:
     return hashlib.sha256(json.dumps(sorted(own.items())).encode()).hexdigest()
 
 
-def content_of(data: Examples | None) -> str | None:
-    """A hash of the tokens and masks of a data set."""
+def content_of(data: Examples | None, *, complete: bool) -> str | None:
+    """A hash of the tokens and masks of a data set. `complete`: of all its arrays, since others decide which rows are
+    put together."""
     if data is None:
         return None
+    names = ("tokens", "mask", "offsets")
+    if complete:
+        names = tuple(found.name for found in fields(data) if isinstance(getattr(data, found.name), np.ndarray))
     digest = hashlib.sha256()
-    for part in (data.tokens, data.mask, data.offsets):
-        digest.update(np.ascontiguousarray(part))
+    for name in names:
+        values = getattr(data, name)
+        digest.update(f"{name} {values.dtype} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values))
     return digest.hexdigest()
 
 
-def check_resumed(step_directory: Path, now: Reference) -> None:
-    """Refuse (UserError) to go on with another reference than the run began with."""
+def check_resumed(step_directory: Path, source: Path | None, weights: str | None) -> str | None:
+    """Refuse (UserError) to go on with another reference than the run began with. Returns a note if that is not known:
+    a model without checksums may have moved, so its path alone does not tell."""
     path = step_directory / FILE
-    if path.is_file() and _json(path, "use another step directory").get("weights") != now.weights:
+    if not path.is_file():
+        return None
+    before = _json(path, "use another step directory")
+    if before.get("weights") is None:
+        began = before.get("source")
+        return (
+            f"the reference that this run began with ({began or 'its path was not recorded'}) had no {checksums.FILE}, "
+            f"so whether {source or 'the random weights'} is the same is not checked"
+        )
+    if before["weights"] != weights:
+        why = "is not" if weights is not None else f"has no {checksums.FILE}, so it is not known to be"
         raise UserError(
-            f"reference.checkpoint: {now.source or 'the random weights'} is not the reference that this run began with "
+            f"reference.checkpoint: {source or 'the random weights'} {why} the reference that this run began with "
             f"({path}); give that model again, or a new run directory"
         )
+    return None
 
 
 def check_cache(directory: Path, content: dict[str, Any]) -> None:
@@ -241,7 +271,8 @@ def prepare(
         def write(directory: Path) -> None:
             write_files(directory)
             if reference is not None:
-                (directory / FILE).write_text(json.dumps({"weights": reference.weights}) + "\n")
+                source = None if reference.source is None else str(reference.source.resolve())
+                (directory / FILE).write_text(json.dumps({"weights": reference.weights, "source": source}) + "\n")
 
         offline.train(
             plan.algorithm, {"actor": actor, **others}, training, validation,
@@ -253,7 +284,7 @@ def prepare(
         where = str(reference.source or f"random weights (seed {settings.seed})")
         lines["reference"] = where + (f", cached in {settings.reference.cache}" if settings.reference.cache else "")
     lines["steps"] = f"{total} of {settings.training.global_batch_size} rows"
-    return Prepared({"actor": actor}, actor.steps, loop, lines)
+    return Prepared({"actor": actor}, actor.steps, loop, lines, () if reference is None else reference.notes)
 
 
 def frozen(
@@ -265,14 +296,14 @@ def frozen(
 
     start, total, cache = plan.start, plan.total_steps, settings.reference.cache
     if cache is not None:
-        there, failure = [False], None
-        if topology.rank == 0 and Path(cache).exists():
-            there = [True]
-            try:
+        there = [False]
+
+        def look() -> None:
+            there[0] = Path(cache).exists()
+            if there[0]:
                 check_cache(Path(cache), plan.reference.content)  # another job may have made it since the start
-            except UserError as error:
-                failure = str(error)
-        raise_together(failure)
+
+        together(Path(cache), look if topology.rank == 0 else None)
         dist.broadcast_object_list(there, src=0)
         if there[0]:
             return Cached.read(Path(cache), topology)
@@ -300,13 +331,28 @@ def batches(plan: Plan, training: Loader, validation: Loader | None) -> Iterator
 
 def write_cache(directory: Path, engine: Engine, content: dict[str, Any], parts: Iterable[Sequences]) -> None:
     """Run the reference over `parts` and write what it says about each row once. The directory gets its name when it is
-    complete. Collective."""
+    complete. If another job makes the same cache meanwhile, that one stays. Collective. Raises UserError, on all ranks
+    alike, if it cannot be written, or if the other job's cache has another content."""
     topology = engine.topology
-    unfinished = directory.with_name(f"{directory.name}.unfinished")
-    if topology.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
+    name = [uuid.uuid4().hex if topology.rank == 0 else None]  # jobs that make the same cache do not meet
+    dist.broadcast_object_list(name, src=0)
+    unfinished = directory.with_name(f"{directory.name}.unfinished-{name[0]}")
+    try:
+        together(directory, partial(unfinished.mkdir, parents=True) if topology.rank == 0 else None)
+        together(directory, partial(_look, unfinished))  # before the reference reads the data, which may take hours
+        known, mine = compute(engine, parts)
+        together(directory, partial(_write_part, unfinished, topology, mine))
+        complete = partial(_complete, unfinished, directory, {**content, "rows": known})
+        together(directory, complete if topology.rank == 0 else None)
+    finally:
+        if topology.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # it is there only after a failure, or if another is used
+
+
+def compute(engine: Engine, parts: Iterable[Sequences]) -> tuple[int, dict[bytes, np.ndarray]]:
+    """(number of rows of all ranks, log-probs of the rows that this data-parallel rank writes, by their keys).
+    Collective."""
+    topology = engine.topology
     known: set[bytes] = set()
     mine: dict[bytes, np.ndarray] = {}
     for number, rows in enumerate(parts, start=1):
@@ -314,32 +360,69 @@ def write_cache(directory: Path, engine: Engine, content: dict[str, Any], parts:
         keys = keys_of(rows)
         everyone: list[list[bytes]] = [[]] * topology.data_size
         dist.all_gather_object(everyone, keys, group=topology.data_group)
-        new = {key for found in everyone for key in found if key} - known
+        new: dict[bytes, int] = {}  # the first rank that has it
+        for rank, found in enumerate(everyone):
+            for key in found:
+                if key and key not in known:
+                    new.setdefault(key, rank)
         if not new:
             continue
-        known |= new
-        found = engine.forward(rows)["logprobs"].float().cpu()
-        for key, values, counts in zip(keys, found, rows.mask, strict=True):
-            if key in new:
+        known |= new.keys()
+        logprobs = engine.forward(rows)["logprobs"].float().cpu()
+        for key, values, counts in zip(keys, logprobs, rows.mask, strict=True):
+            if new.get(key) == topology.data_rank:
                 mine[key] = values[counts].numpy()
-    if topology.tensor_rank == 0 and topology.pipeline_rank == 0:
-        order = sorted(mine)
-        name = f"{topology.data_rank:05d}"
-        np.save(unfinished / f"{name}.keys.npy", np.array(order, "S64"))
-        np.save(unfinished / f"{name}.lengths.npy", np.array([len(mine[key]) for key in order], np.int64))
-        empty = np.zeros(0, np.float32)
-        np.save(unfinished / f"{name}.logprobs.npy", np.concatenate([empty, *(mine[key] for key in order)]))
-    dist.barrier()
+    return len(known), mine
+
+
+def together(directory: Path, work: Callable[[], Any] | None) -> None:
+    """Do `work` for the cache `directory`; None on ranks without any. Collective. Raises UserError, on all ranks alike,
+    if it fails on one."""
     failure = None
-    if topology.rank == 0:
-        (unfinished / FILE).write_text(json.dumps(content, indent=1) + "\n")
-        checksums.write(unfinished, {})
-        checkpoint.steps.sync_tree(unfinished)
-        try:
-            os.rename(unfinished, directory)
-        except OSError as error:
-            failure = f"reference.cache: {directory} cannot be made ({error.strerror}); give another directory"
+    try:
+        if work is not None:
+            work()
+    except UserError as error:
+        failure = str(error)
+    except OSError as error:
+        failure = (
+            f"reference.cache: {_this_rank()} cannot make {directory} ({error.strerror or error}); mount the same file "
+            "system with room for it on every node, or give another directory"
+        )
     raise_together(failure)
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank()} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+
+
+def _look(directory: Path) -> None:
+    os.listdir(directory.parent)  # makes a network file system refresh its cache
+    os.listdir(directory)
+
+
+def _write_part(unfinished: Path, topology: Topology, mine: dict[bytes, np.ndarray]) -> None:
+    if topology.tensor_rank or topology.pipeline_rank:
+        return
+    order = sorted(mine)
+    name = f"{topology.data_rank:05d}"
+    np.save(unfinished / f"{name}.keys.npy", np.array(order, "S64"))
+    np.save(unfinished / f"{name}.lengths.npy", np.array([len(mine[key]) for key in order], np.int64))
+    empty = np.zeros(0, np.float32)
+    np.save(unfinished / f"{name}.logprobs.npy", np.concatenate([empty, *(mine[key] for key in order)]))
+
+
+def _complete(unfinished: Path, directory: Path, content: dict[str, Any]) -> None:
+    """Give the cache its name, or check the one that another job has made meanwhile."""
+    (unfinished / FILE).write_text(json.dumps(content, indent=1) + "\n")
+    checksums.write(unfinished, {})
+    checkpoint.steps.sync_tree(unfinished)
+    try:
+        os.rename(unfinished, directory)
+    except OSError:
+        if not directory.exists():
+            raise
+        check_cache(directory, content)
 
 
 def keys_of(rows: Sequences) -> list[bytes]:
@@ -364,13 +447,27 @@ class Cached:
 
     @classmethod
     def read(cls, directory: Path, topology: Topology) -> Cached:
-        """All parts, whatever layout wrote them. Log-probs stay on the disk until they are read."""
-        parts = []
-        for path in sorted(directory.glob("*.keys.npy")):
-            name = path.name.removesuffix(".keys.npy")
-            lengths = np.load(directory / f"{name}.lengths.npy")
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
-            parts.append((np.load(path), offsets, np.load(directory / f"{name}.logprobs.npy", mmap_mode="r")))
+        """All parts, whatever layout wrote them. Log-probs stay on the disk until they are read. Collective. Raises
+        UserError, on all ranks alike, if a rank does not see all that rank 0 sees."""
+        parts, content = [], {}
+        with contextlib.suppress(OSError, ValueError, EOFError, UserError):  # then it does not see all
+            os.listdir(directory.parent)  # makes a network file system refresh its cache
+            content = _json(directory / FILE, "")
+            for path in sorted(directory.glob("*.keys.npy")):
+                name = path.name.removesuffix(".keys.npy")
+                lengths = np.load(directory / f"{name}.lengths.npy")
+                offsets = np.concatenate([[0], np.cumsum(lengths)])
+                parts.append((np.load(path), offsets, np.load(directory / f"{name}.logprobs.npy", mmap_mode="r")))
+        rows = sum(len(keys) for keys, _, _ in parts)
+        everyone: list[dict[str, Any]] = [{}] * topology.world_size
+        dist.all_gather_object(everyone, content)
+        unseen, wanted = None, everyone[0].get("rows")
+        if content != everyone[0] or rows != wanted:
+            unseen = (
+                f"reference.cache: {_this_rank()} does not see all of {directory} ({rows} of {wanted} rows, or another "
+                f"{FILE}); mount the same file system on every node, or exclude this one"
+            )
+        raise_together(unseen)
         return cls(directory, parts, topology)
 
     def forward(self, batch: Sequences) -> Outputs:

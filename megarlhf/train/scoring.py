@@ -12,7 +12,7 @@ from megarlhf import config as configuration
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.steps import check_separator
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer, token_id
+from megarlhf.data.tokenizer import Tokenizer, check_same, token_id
 from megarlhf.experience import sandbox
 from megarlhf.experience.answers import PATTERN_SECONDS
 from megarlhf.experience.scorer import Scorer, ScoringConfig, SourceConfig
@@ -141,25 +141,7 @@ def check_reward_model(
             f"{path}: the reward model has {architecture.max_position_embeddings} positions, but prompts and responses "
             f"need {length}; shorten one of them"
         )
-    directory = find_tokenizer(path)
-    if directory is None:
-        return f"{path}: came without a tokenizer, so whether it reads tokens as the policy does is not checked"
-    if tokenizer.came_with(directory):
-        return None
-    theirs = load_tokenizer(directory)
-    own = theirs.tokens()
-    for token, name in sorted(tokenizer.tokens().items()):
-        if own.get(token) != name:
-            other = f"is {own[token]!r}" if token in own else "does not exist"
-            raise UserError(
-                f"{path}: token {token} is {name!r} to the policy but {other} to the reward model; use a reward model "
-                f"trained with the policy's tokenizer, {tokenizer.path}"
-            )
-    if theirs.chat_template != tokenizer.chat_template:
-        return (
-            f"{path}: has another chat template than the policy; it may have learned from other forms of conversations"
-        )
-    return None
+    return check_same(tokenizer, path, find_tokenizer(path), "reward model")
 
 
 def build_scorer(

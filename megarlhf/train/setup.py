@@ -146,17 +146,18 @@ def refuse_used(run: Path) -> None:
         )
 
 
-def check_writable(run: str) -> None:
+def check_writable(path: str, key: str = "run") -> None:
     """Refuse (UserError) an empty path, and a directory in which no file can be created; in its first existing parent
-    if it does not exist."""
-    if not run.strip():
-        raise UserError("run: is empty; name a directory for the checkpoints and metrics of this run")
+    if it does not exist. `key`: what gives the path."""
+    if not path.strip():
+        what = " for the checkpoints and metrics of this run" if key == "run" else ""
+        raise UserError(f"{key}: is empty; name a directory{what}")
     try:
-        with tempfile.TemporaryFile(dir=existing(Path(run))):
+        with tempfile.TemporaryFile(dir=existing(Path(path))):
             pass
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UserError(f"run: {run[:300]} cannot be written ({why}); give another directory")
+        raise UserError(f"{key}: {path[:300]} cannot be written ({why}); give another directory")
 
 
 def existing(path: Path) -> Path:

@@ -6,17 +6,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from megarlhf import cli
-from megarlhf.train import reference
+from megarlhf import checkpoint, cli
+from megarlhf.config import UserError
+from megarlhf.data.preferences import PreferenceLoader
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.train import reference, setup
 from tests.distributed.layouts import layout
 from tests.e2e import runs
 from tests.e2e.runs import CLI, finish, start
@@ -106,7 +112,7 @@ def test_it_learns_in_any_layout_with_and_without_a_cache(ranks, directory, tmp_
         for name in cases:
             nearly(numbers(tmp_path / name), one)
     assert numbers(tmp_path / "made") == numbers(tmp_path / "read")
-    assert len(list(Path(f"{cache}2").glob("*.keys.npy"))) == 2 and not list(tmp_path.glob("*.unfinished"))
+    assert len(list(Path(f"{cache}2").glob("*.keys.npy"))) == 2 and not list(tmp_path.glob("*.unfinished*"))
 
 
 def test_kill_9_and_resume_equals_a_straight_run(directory, tmp_path):
@@ -254,6 +260,147 @@ def test_kto_caches_belong_to_an_order_of_the_rows(ranks, directory, tmp_path, c
     for change in ("seed=1", "training.steps=2", "training.global_batch_size=4"):
         line = error(capsys, "kto", path, f"run={tmp_path / 'new'}", use, *{"training.steps=1": 0, change: 0})
         assert "was made with another order of the data (seed, training.global_batch_size, steps or weights" in line
+    # the same rows in two files, where equal prompts are different ones: other rows are put together
+    lines = (directory / "ratings.train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("a", lines[:40]), ("b", lines[40:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    files = f"data.train=[{tmp_path / 'a.jsonl'}, {tmp_path / 'b.jsonl'}]"
+    line = error(capsys, "kto", path, f"run={tmp_path / 'new'}", use, "training.steps=1", files)
+    assert "was made with other data.train; remove it" in line
+
+
+def refused(work, *args):
+    """The message of the UserError that `work` raises; None if it raises none."""
+    try:
+        work(*args)
+    except UserError as error:
+        return str(error)
+
+
+def share_caches(path, directory):
+    """What each rank is told when jobs make one cache at a time, and when disks and nodes fail."""
+    import torch.distributed as dist
+
+    from megarlhf.models.build import build
+
+    found, rank = cli.find("dpo"), dist.get_rank()
+    settings = found.load(str(path), [f"data.train={directory / 'twice.jsonl'}"])
+    plan = found.check(settings, dist.get_world_size())
+    content = plan.reference.content
+    with layout() as topology:
+        loader = PreferenceLoader(plan.training, **setup.loader_options(settings, plan.start, topology))
+        options = setup.model_options(settings, trains=False, total_steps=1)
+        engine = build("reference", plan.start.architecture, topology, **options)
+        checkpoint.load(engine, plan.reference.source, weights_only=True)
+
+        def parts(meanwhile=lambda: None):
+            yield from reference.batches(plan, loader, None)
+            meanwhile()
+
+        def make(name, other, meanwhile):
+            return refused(reference.write_cache, directory / name, engine, other, parts(meanwhile))
+
+        def another(name, other):
+            return lambda: reference.write_cache(directory / name, engine, other, parts())
+
+        def full():
+            if rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+
+        said, limits = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
+        said["equal"] = make("equal", content, another("equal", content))
+        said["different"] = make("different", content, another("different", {**content, "dtype": "bf16"}))
+        try:
+            said["full"] = make("full", content, full)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        (directory / "file").touch(exist_ok=True)
+        said["no directory"] = make("file/cache", content, lambda: None)
+        rows = sum(len(keys) for keys, *_ in reference.Cached.read(directory / "equal", topology).parts)
+        if rank == 0:
+            for name, missing in (("part", "00000.*.npy"), ("stale", reference.FILE)):
+                shutil.copytree(directory / "equal", directory / name)
+                for file in (directory / name).glob(missing):
+                    file.unlink()
+        dist.barrier()
+        for name in ("part", "stale", "nothing"):
+            own = directory / (name if rank == 1 else "equal")
+            said[name] = refused(reference.Cached.read, own, topology)
+    return rows, said
+
+
+def test_jobs_and_ranks_that_share_a_cache(ranks, directory, tmp_path):
+    """The later of two jobs uses the cache of the first; a rank that cannot write or see it stops all of them."""
+    lines = (directory / "pairs.train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "twice.jsonl").write_text("".join(line + line for line in lines))  # ranks read equal rows
+    told = ranks.run(2, share_caches, directory / "dpo.yaml", tmp_path)
+    assert told[0] == told[1], "all ranks say the same"
+    rows, said = told[0]
+    kept = json.loads((tmp_path / "equal" / reference.FILE).read_text())["rows"]
+    keys = [key for file in (tmp_path / "equal").glob("*.keys.npy") for key in np.load(file)]
+    assert rows == kept == len(set(keys)) == len(keys) > 40
+    assert said.pop("equal") is None
+    assert "different was made with another dtype; remove it" in said["different"]
+    assert "rank 1 on " in said["full"] and f"cannot make {tmp_path / 'full'} (" in said["full"]
+    assert f"cannot make {tmp_path / 'file' / 'cache'} (Not a directory); mount" in said["no directory"]
+    for name in ("part", "stale", "nothing"):
+        assert f"rank 1 on {socket.gethostname()} does not see all of {tmp_path / name} (" in said[name]
+        assert f" of {rows} rows, or another" in said[name] and "mount the same file system on every" in said[name]
+    assert all(line.startswith("reference.cache: ") for line in said.values())
+    assert not list(tmp_path.glob("*.unfinished*")) and not (tmp_path / "full").exists()
+
+
+def test_a_reference_that_cannot_be_told(straight, directory, tmp_path, capsys):
+    """Without checksums a resumed run says so; a reference with another tokenizer is refused."""
+    path = directory / "dpo.yaml"
+    step = max((straight[0] / "checkpoints").glob("step_*"))
+    for name in ("bare", "moved"):  # without checksums.json
+        shutil.copytree(step / "actor", tmp_path / name / "actor")
+        shutil.copytree(step / "tokenizer", tmp_path / name / "tokenizer")
+    command = (
+        sys.executable,
+        *CLI,
+        "dpo",
+        "--config",
+        str(path),
+        f"run={tmp_path / 'run'}",
+        "training.evaluate_every=9",
+    )
+    done = finish(*command, "training.steps=2", f"reference.checkpoint={tmp_path / 'bare'}")
+    assert done.returncode == 0 and "not checked" not in done.stderr, done.stderr
+    done = finish(*command, "training.steps=4", f"reference.checkpoint={tmp_path / 'moved'}")
+    assert done.returncode == 0, done.stderr
+    began, now = tmp_path / "bare" / "actor", tmp_path / "moved" / "actor"
+    note = f"began with ({began}) had no checksums.json, so whether {now} is the same is not checked"
+    assert note in done.stderr, done.stderr
+
+    known = tmp_path / "known" / "checkpoints" / "step_00000002"
+    shutil.copytree(tmp_path / "run", tmp_path / "known")
+    (known / reference.FILE).write_text(json.dumps({"weights": "0" * 64}))
+    (known / "checksums.json").unlink()
+    shutil.rmtree(known.with_name("step_00000004"))
+    (known.parent / "latest").write_text(known.name)
+    line = error(capsys, "dpo", path, f"run={tmp_path / 'known'}", f"reference.checkpoint={tmp_path / 'bare'}")
+    assert f"{began} has no checksums.json, so it is not known to be the reference that this run began with" in line
+
+    texts = [review.response for review in runs.reviews.reviews(200, seed=5)]
+    runs.reviews.train_tokenizer(texts, str(tmp_path / "other"), 300)
+    shutil.rmtree(tmp_path / "moved" / "tokenizer")
+    load_tokenizer(tmp_path / "other.model").save(tmp_path / "moved" / "tokenizer")
+    line = error(capsys, "dpo", path, f"reference.checkpoint={tmp_path / 'moved'}")
+    assert (
+        line.startswith(f"reference.checkpoint: {tmp_path / 'moved'}: token ") and "to the reference model; use" in line
+    )
+    shutil.rmtree(tmp_path / "moved" / "tokenizer")
+    found = cli.find("dpo")
+    plan = found.check(found.load(str(path), [f"reference.checkpoint={tmp_path / 'moved'}"]), 1)
+    assert "came without a tokenizer, so whether it reads tokens as the policy" in plan.reference.notes[0]
+
+
+def test_a_cache_that_cannot_be_made(directory, capsys):
+    for value, expected in (("''", "is empty; name a directory"), ("/proc/x", "/proc/x cannot be written (")):
+        line = error(capsys, "dpo", directory / "dpo.yaml", f"reference.cache={value}")
+        assert line.startswith(f"reference.cache: {expected}"), line
 
 
 def test_batches_of_one_class(ranks, directory, tmp_path):
