@@ -101,7 +101,8 @@ def judge_conditional() -> None:
 def sampled(chain: str, name: str, policy: Path, prompts: Path = OUT / "held_out.jsonl") -> list[dict]:
     """A review of the policy for each of the prompts, sampled as in the chain, with other noise."""
     out = OUT / chain / f"judged_{name.replace(' ', '_')}.jsonl"
-    if not out.exists():
+    saved = policy / "checkpoints" / "latest"
+    if not out.exists() or out.stat().st_mtime < saved.stat().st_mtime:
         overrides = {"checkpoint": policy, "out": out, "prompts.path": prompts, "prompts.length": 32, "seed": 1000,
                      "sampler.samples_per_prompt": 1}  # fmt: skip
         given = (f"{key}={value}" for key, value in overrides.items())

@@ -14,9 +14,10 @@ LONGEST = 2**26  # bytes of a line; a longer line is an error
 
 class Records:
     """One pass over a file. `num_lines` (blank ones not counted) and `bad`, (line number, reason) of the malformed
-    lines, are complete when `read` is exhausted."""
+    lines, are complete when `read` is exhausted. `max_bad_fraction` None: a program without that key, which refuses
+    any malformed line."""
 
-    def __init__(self, path: str, *, max_bad_fraction: float):
+    def __init__(self, path: str, *, max_bad_fraction: float | None):
         self.path = path
         self.max_bad_fraction = max_bad_fraction
         self.num_lines = 0
@@ -40,8 +41,10 @@ class Records:
                 self.bad.append((line, " ".join(str(error).split())[:200]))
                 continue
             yield line, value
-        if len(self.bad) > self.max_bad_fraction * self.num_lines:
+        if len(self.bad) > (self.max_bad_fraction or 0) * self.num_lines:
             line, reason = self.bad[0]
+            if self.max_bad_fraction is None:
+                raise UserError(f"{self.path}:{line}: {reason}; {len(self.bad)} lines are malformed; mend them")
             raise UserError(
                 f"{self.path}:{line}: {reason}; {len(self.bad)} of {self.num_lines} lines are malformed, more than "
                 f"max_bad_fraction {self.max_bad_fraction:g} allows; mend them or raise it"

@@ -40,9 +40,18 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> int:
     count = 0
     with _replacing(path) as file:
         for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.write(_dumped(line) + "\n")
             count += 1
     return count
+
+
+def _dumped(line: dict[str, Any]) -> str:
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write as an escape alone
+        return json.dumps(line)
+    return text
 
 
 def write_text(path: Path, text: str) -> None:

@@ -99,7 +99,7 @@ def load_responses(
     where `check_record` raises ValueError."""
     tokens, offsets, sizes, lines = array("i"), array("q", [0]), array("q"), array("q")
     others: list[bytes] = []
-    records, scored, changed = Records(path, max_bad_fraction=0.0), 0, 0
+    records, scored, changed = Records(path, max_bad_fraction=None), 0, 0
 
     def convert(row: dict[str, Any]) -> tuple[list[int], list[int], bytes, bool, bool]:
         before, response, same = _ids(row, tokenizer, reading)

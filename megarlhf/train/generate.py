@@ -200,7 +200,7 @@ def records(rollout: Rollout, prompts: PromptSet, tokenizer: Tokenizer, config: 
         ended = config.stop_at_eos and ids[-1] == tokenizer.eos_id
         key = prompts.prompt_key if prompts.prompt_key in record else prompts.messages_key
         prompt = record[key]
-        if key in ("prompt", prompts.messages_key):  # a prompt stands once in a line
+        if key == "prompt":  # it stands once in a line
             del record[key]
         line = {
             "prompt_id": prompt_id,

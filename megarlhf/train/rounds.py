@@ -36,6 +36,7 @@ CONFIGURATIONS = {  # program: the class of its configuration
     "dpo": dpo.DPOConfig,
 }
 TRAINERS = {"sft": ("best", "conditional"), "dpo": ("pairs",)}  # program: the kinds of data that it learns from
+UNFINISHED = 75  # exit status of a chain that a signal has ended; run.sh's too
 # Changing these does not change a stage's output (beyond rounding).
 FREE = (
     "parallel.", "job.", "log.", "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "micro_batch_tokens",
@@ -79,6 +80,25 @@ class RoundsConfig:
                 "rounds: must be 1 with kind conditional: the trained policy reads other prompts than the first model "
                 "(megarlhf select with kind ask writes them)"
             )
+
+        sampler, prompts = (self.generate.get(name) or {} for name in ("sampler", "prompts"))
+        if not sampler.get("stop_at_eos"):
+            raise ValueError(
+                "generate: sampler.stop_at_eos must be true: otherwise nobody knows which responses were cut, and the "
+                "policy learns to end where they were"
+            )
+        if kind == "pairs" and sampler.get("samples_per_prompt", 1) < 2:
+            raise ValueError("generate: sampler.samples_per_prompt must be at least 2 for pairs, such as 8")
+        for name in ("start_text", "end_text"):
+            if prompts.get(name) is not None:
+                raise ValueError(
+                    f"generate: prompts.{name} cuts the prompts that are sampled from, but {self.trainer} would learn "
+                    "with the whole ones; write a file of the cut ones"
+                )
+        try:
+            shlex.split(self.launch)
+        except ValueError as error:
+            raise ValueError(f"launch: cannot be split into words ({error}); correct it")
 
     @property
     def trainer(self) -> str:
@@ -132,6 +152,12 @@ def stages(settings: RoundsConfig, path: str | None) -> list[Stage]:
                 "data": {"train": str(files["data"])},
             },
         }
+        for section, key in ((settings.generate.get("prompts") or {}, "chat"), (settings.generate, "chat_template")):
+            if key in section:  # the trainer reads prompts as they were sampled from
+                place = wired[settings.trainer]["data"] if key == "chat" else wired[settings.trainer]
+                place[key] = section[key]
+        if (settings.generate.get("prompts") or {}).get("add_bos") is False:
+            wired[settings.trainer]["data"]["add_bos"] = False
         if settings.dpo is not None and settings.reference == "first":
             wired["dpo"]["reference"] = {"checkpoint": settings.model}
         for (program, values), output in zip(wired.items(), [*files.values(), trained], strict=True):
@@ -162,7 +188,7 @@ def main(path: str | None, overrides: list[str]) -> None:
         say(stage.name)
         start(stage, shlex.split(settings.launch))
         if not stage.is_done():  # a run that was asked to leave, and will be started again
-            raise SystemExit(0)
+            raise SystemExit(UNFINISHED)
     say(f"done: the policy is {chain[-1].output}")
 
 
@@ -185,7 +211,7 @@ def check_first(sampling: Stage, scored: Stage) -> None:
 
 def unfinished(chain: list[Stage]) -> Iterator[Stage]:
     """The stages from the first one on whose output is not complete. Raises UserError where the configuration of a
-    stage before that has changed since: its output would not be that of this chain."""
+    stage whose output exists, complete or not, has changed since: it would not be the output of this chain."""
     first = None
     for stage in chain:
         if first is not None or not stage.is_done():
@@ -194,21 +220,28 @@ def unfinished(chain: list[Stage]) -> Iterator[Stage]:
                     f"{stage.output}: is there, but {first.output} is not complete; remove what follows from that, or "
                     "give another run"
                 )
+            if first is None and stage.output.exists():
+                check_unchanged(stage)
             first = first or stage
             yield stage
             continue
-        try:
-            before = flat(yaml.safe_load(stage.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"{stage.file}: cannot be read ({error}); restore it, or give another run")
-        now = flat(stage.values)
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and not key.startswith(FREE):
-                raise UserError(
-                    f"{stage.program}.{key}: was {before.get(key)} in round {stage.round}, which is complete, and is "
-                    f"{now.get(key)} now; set it back, or give another run, or remove {stage.output} and what follows "
-                    "from it"
-                )
+        check_unchanged(stage)
+
+
+def check_unchanged(stage: Stage) -> None:
+    """Refuse (UserError) another configuration than that with which the stage began."""
+    try:
+        before = flat(yaml.safe_load(stage.file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{stage.file}: cannot be read ({error}); restore it, or give another run")
+    now = flat(stage.values)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and not key.startswith(FREE):
+            raise UserError(
+                f"{stage.program}.{key}: was {before.get(key)} in round {stage.round}, whose output exists, and is "
+                f"{now.get(key)} now; set it back, or give another run, or remove {stage.output} and what follows "
+                "from it"
+            )
 
 
 def start(stage: Stage, launch: list[str]) -> None:
@@ -221,9 +254,13 @@ def start(stage: Stage, launch: list[str]) -> None:
         process = subprocess.Popen(command)
     except OSError as error:
         raise UserError(f"launch: {command[0]} cannot be started ({error.strerror}); correct it")
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: process.send_signal(number))  # it saves and leaves
-    status = process.wait()
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in numbers]
+    try:
+        status = process.wait()  # after a signal it saves and leaves
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     if status:
         say(f"{stage.name} ended with status {status}; the same command goes on there")
         raise SystemExit(status if status > 0 else 128 - status)

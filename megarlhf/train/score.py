@@ -168,7 +168,7 @@ def scores_of(responses: Responses, scorer: Scorer, topology: Topology, batch_si
 
 def scored_lines(path: str, numbers: np.ndarray, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The file's lines with their scores; JSON has no NaN, so a source's number that is not finite is null."""
-    lines = Records(path, max_bad_fraction=0.0).read(lambda row: row)
+    lines = Records(path, max_bad_fraction=None).read(lambda row: row)
     for (_, row), (total, *said) in zip(lines, numbers.tolist(), strict=True):
         row["score"] = total
         row.pop("scores", None)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -157,7 +158,7 @@ class _Group:
     worst: float = math.inf
     best_line: int = 0  # 0: none; the first of equal ones
     worst_line: int = 0
-    count: int = 0  # of all responses
+    count: int = 0
 
 
 def _groups(settings: SelectConfig, dropped: Counter[str]) -> tuple[dict[int | str, _Group], int, float]:
@@ -181,10 +182,11 @@ def _groups(settings: SelectConfig, dropped: Counter[str]) -> tuple[dict[int | s
                 f"{settings.input}:{line}: {settings.group_key} {key!r} has another prompt than in line {group.line}; "
                 "give each prompt an id of its own (files of several runs have the same ids)"
             )
-        responses, total, group.count = responses + 1, total + score, group.count + 1
+        responses, total = responses + 1, total + score
         if unfit is not None:
             dropped[unfit] += 1
             continue
+        group.count += 1
         if not group.best_line or score > group.best:
             group.best, group.best_line = score, line
         if not group.worst_line or score < group.worst:
@@ -227,10 +229,10 @@ def _pairs(settings: SelectConfig, dropped: Counter[str]) -> tuple[Iterator[Line
     roles: dict[int, tuple[_Group, str]] = {}  # by line
     margins = 0.0
     for group in groups.values():
-        if group.count == 1:
-            dropped["prompts with one response"] += 1
-        elif not group.best_line:
+        if not group.best_line:
             dropped["prompts without a response left"] += 1
+        elif group.count == 1:
+            dropped["prompts with one response"] += 1
         elif group.best == group.worst:
             dropped["prompts whose responses all have the same score"] += 1
         elif group.best - group.worst < settings.min_margin:
@@ -325,7 +327,7 @@ def _mean(column: array) -> float:
 
 
 def _read(path: str, convert: Callable[[Line], Any]) -> Iterator[tuple[int, Any]]:
-    return Records(path, max_bad_fraction=0.0).read(convert)
+    return Records(path, max_bad_fraction=None).read(convert)
 
 
 def _group_id(row: Line, key: str) -> int | str:
@@ -347,7 +349,7 @@ def _number(row: Line, name: str) -> float:
         also = f", {', '.join(given)}" if isinstance(given, dict) else ""
         raise ValueError(f"no key '{name}' (found: {', '.join(row)}{also}); megarlhf score writes it")
     value = place[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"'{name}' must be a finite number, not {value!r}")
     return float(value)
 

@@ -36,10 +36,10 @@ def chain(tmp_path_factory):
         "model": str(path / "run"),
         "rounds": 2,
         "generate": {"dtype": "fp32", "prompts": {"path": str(path / "prompts.jsonl"), "length": 16},
-                     "sampler": {"samples_per_prompt": 3, "response_length": 12}},
+                     "sampler": {"samples_per_prompt": 3, "response_length": 12, "stop_at_eos": True}},
         "score": {"dtype": "fp32", "tokenizer": str(path / "reviews.model"), "batch_size": 4,
                   "scoring": {"sources": [{"function": f"{path}/rules.py:vowels"}]}},
-        "select": {"kind": "best"},
+        "select": {"kind": "best", "unfinished": "keep"},
         "sft": {"model": {"dtype": "fp32"}, "data": {"max_length": 48}, "optimizer": {"lr": 1e-2},
                 "training": {"global_batch_size": 4, "steps": 6}, "checkpoint": {"every": 2}},
     }))  # fmt: skip

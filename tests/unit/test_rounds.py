@@ -14,7 +14,7 @@ CHAIN = {
     "model": "first",
     "rounds": 2,
     "seed": 5,
-    "generate": {"prompts": {"path": "p.jsonl"}, "sampler": {"samples_per_prompt": 4}},
+    "generate": {"prompts": {"path": "p.jsonl"}, "sampler": {"samples_per_prompt": 4, "stop_at_eos": True}},
     "score": {"scoring": {"sources": [{"verify": "number"}]}},
     "select": {"kind": "pairs"},
     "dpo": {"data": {"max_length": 32}, "training": {"steps": 3}},
@@ -77,6 +77,26 @@ def test_what_is_left(tmp_path, monkeypatch):
         list(rounds.unfinished(found))
 
 
+def test_prompts_are_read_as_they_were_sampled_from(tmp_path):
+    prompts = {"path": "p.jsonl", "chat": True, "add_bos": False}
+    given = CHAIN["generate"] | {"prompts": prompts, "chat_template": "template.jinja"}
+    trained = chain(tmp_path, generate=given)[3].values
+    assert trained["data"] | {"chat": True, "add_bos": False} == trained["data"]
+    assert trained["chat_template"] == "template.jinja"
+
+
+def test_an_unfinished_stage_goes_on_as_it_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stages = chain(tmp_path)
+    for stage in stages[:3]:
+        finish(stage, tmp_path)
+    stages[3].output.mkdir(parents=True)  # a run that has begun
+    stages[3].file.write_text(yaml.safe_dump(stages[3].values))
+    assert next(rounds.unfinished(stages)).name == "round 1, dpo"
+    with pytest.raises(UserError, match=r"dpo.data.max_length: was 32 in round 1, whose output exists, and is 16 now"):
+        list(rounds.unfinished(chain(tmp_path, dpo=CHAIN["dpo"] | {"data": {"max_length": 16}})))
+
+
 def test_a_changed_configuration(tmp_path, monkeypatch):
     """Complete stages were not made with it; layouts do not matter, nor do stages that are left."""
     monkeypatch.chdir(tmp_path)
@@ -85,9 +105,9 @@ def test_a_changed_configuration(tmp_path, monkeypatch):
     layout = CHAIN["generate"] | {"parallel": {"tensor": 2}}
     left = list(rounds.unfinished(chain(tmp_path, generate=layout, dpo={"training": {"steps": 9}})))
     assert left[0].name == "round 1, dpo" and left[0].values["training"]["steps"] == 9
-    hotter = {"prompts": {"path": "p.jsonl"}, "sampler": {"samples_per_prompt": 8}}
+    hotter = {"prompts": {"path": "p.jsonl"}, "sampler": CHAIN["generate"]["sampler"] | {"samples_per_prompt": 8}}
     with pytest.raises(
-        UserError, match=r"generate.sampler.samples_per_prompt: was 4 in round 1, which is complete, and"
+        UserError, match=r"generate.sampler.samples_per_prompt: was 4 in round 1, whose output exists, and"
     ):
         list(rounds.unfinished(chain(tmp_path, generate=hotter)))
 
@@ -102,6 +122,16 @@ MISTAKES = {
         {"score": CHAIN["score"] | {"out": "x"}},
         "chain.yaml: section score: out is set by the chain; remove it",
     ),
+    "no EOS": ({"generate": {"prompts": {"path": "p.jsonl"}}}, "generate: sampler.stop_at_eos must be true"),
+    "one sample": (
+        {"generate": {"prompts": {"path": "p.jsonl"}, "sampler": {"stop_at_eos": True}}},
+        "generate: sampler.samples_per_prompt must be at least 2 for pairs",
+    ),
+    "cut prompts": (
+        {"generate": CHAIN["generate"] | {"prompts": {"path": "p.jsonl", "end_text": "."}}},
+        "generate: prompts.end_text cuts the prompts that are sampled from, but dpo would learn with the whole ones",
+    ),
+    "launch": ({"launch": 'torchrun "'}, "launch: cannot be split into words (No closing quotation)"),
     "unknown": ({"generate": CHAIN["generate"] | {"temperature": 1}}, "unknown key 'temperature'"),
     "nested": ({"dpo": {"training": {"stps": 3}}}, "section dpo"),
     "no model": ({}, "first: no such directory"),

@@ -41,6 +41,15 @@ def select(tmp_path, capsys, rows, *overrides, status=0):
     return [json.loads(row) for row in out.read_text().splitlines()], line
 
 
+def test_odd_texts_and_conversations(tmp_path, capsys):
+    """Half of a surrogate pair, which JSON can write as an escape alone; prompts that are lists of messages."""
+    prompt = [{"role": "user", "content": "a \ud800"}]
+    rows, _ = select(tmp_path, capsys, lines([(1, prompt, "b", 1.0), (1, prompt, "c", 2.0)]), "--kind", "pairs")
+    assert rows == [{"prompt": prompt, "chosen": "c", "rejected": "b"}]
+    cut = [*lines([(1, "a", "b", 1.0)]), *lines([(1, "a", "c", 2.0)], ended=False)]
+    assert "1 prompts with one response" in select(tmp_path, capsys, cut, "--kind", "pairs", status=2)
+
+
 def test_the_best(tmp_path, capsys):
     rows, said = select(tmp_path, capsys, lines(), "--kind", "best")
     assert rows == [
@@ -116,6 +125,8 @@ MISTAKES = {
     "null": (lines([(9, "a", "b", None)]), "in.jsonl:1: 'score' must be a finite number, not None"),
     "infinite": (lines([(9, "a", "b", float("inf"))]), "in.jsonl:1: 'score' must be a finite number, not inf"),
     "text": (lines([(9, "a", "b", "4")]), "'score' must be a finite number, not '4'"),
+    "huge": (lines([(9, "a", "b", 10**400)]), "in.jsonl:1: 'score' must be a finite number"),
+    "no key": (lines([(9, "a", "b", "4")]), "1 lines are malformed; mend them"),
     "no id": ([{"prompt": "a", "response": "b", "score": 1}], "in.jsonl:1: no key 'prompt_id', which says whose"),
     "no response": ([{"prompt_id": 1, "prompt": "a", "score": 1}], "in.jsonl:1: no key 'response'"),
     "one id, two prompts": (lines([(1, "a", "b", 1), (2, "a", "b", 1), (1, "c", "d", 2)]),
