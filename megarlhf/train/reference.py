@@ -107,8 +107,8 @@ def check(
         return None
     if settings.model.dropout:
         raise UserError(
-            "model.dropout: must be 0, because the reference has none: the log-ratios would not begin at 0, and each "
-            "would have the noise of a whole response; use optimizer.weight_decay or fewer steps against overfitting"
+            "model.dropout: must be 0: it would change the policy's log-probs and not the reference's; use "
+            "optimizer.weight_decay or fewer steps against overfitting"
         )
     source = find_model(config.checkpoint) if config.checkpoint is not None else start.source
     if config.checkpoint is not None and Architecture.load(source) != start.architecture:
