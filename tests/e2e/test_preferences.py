@@ -187,8 +187,8 @@ def test_bad_data(directory, tmp_path, capsys, name):
 
 
 SETTINGS = {
-    "dropout": ("dpo", ["model.dropout=0.1"], "model.dropout: must be 0: it would change the policy's log-probs and not the reference's"),
-    "dropout of kto": ("kto", ["model.dropout=0.1"], "model.dropout: must be 0: it would change the policy's log-probs and not the reference's"),
+    "dropout": ("dpo", ["model.dropout=0.1"], "model.dropout: must be 0: it would change the policy's log-probs"),
+    "dropout of kto": ("kto", ["model.dropout=0.1"], "model.dropout: must be 0: it would change the policy's log-probs"),
     "a reference of simpo": (
         "dpo", ["dpo.loss=simpo", "reference.cache=x"], "reference: the loss simpo has no reference; remove this"
     ),
