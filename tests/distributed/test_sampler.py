@@ -133,6 +133,7 @@ def truth(ranks):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", CASES)
 def test_tokens_do_not_depend_on_the_layout(ranks, truth, world_size):
     answers = [truth] if world_size == 1 else ranks.run(world_size, rollouts, CASES[world_size])
@@ -330,6 +331,7 @@ def makespan(lengths: list[int], slots: int) -> int:
     return max(free)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", REFILLS)
 def test_refilled_slots_give_the_same_responses(ranks, refilled_truth, world_size):
     answers = ranks.run(world_size, refills, REFILLS[world_size])
@@ -394,6 +396,7 @@ LOCKSTEP = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", LOCKSTEP)
 def test_ranks_in_lockstep_run_the_same_forward_passes(ranks, world_size):
     (alone,) = ranks.run(1, everything_at_once)

@@ -70,6 +70,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 def test_any_layout_a_resume_and_no_trace_in_training(ranks, path, tmp_path):
     plain = ["evaluation=null", f"run={tmp_path / 'plain'}"]
     half = [[f"run={tmp_path / 'half'}", *more] for more in (["training.steps=2"], [])]

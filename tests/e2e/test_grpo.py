@@ -86,6 +86,7 @@ def overrides(path, run, name, more=()):
     return [f"preset={preset}", f"run={run}", *given, *sources, *more]
 
 
+@pytest.mark.long
 def test_every_preset_under_every_layout(ranks, path, tmp_path):
     for world_size, layouts in LAYOUTS.items():
         given = [

@@ -14,6 +14,8 @@ from tests.distributed.layouts import layout
 from tests.e2e import runs
 from tools.convert import torch_dist
 
+pytestmark = pytest.mark.long
+
 CHANGES = {"optimizer.schedule": "constant", "training.evaluate_every": 8, "checkpoint.every": 4}
 
 

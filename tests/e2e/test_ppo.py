@@ -115,6 +115,7 @@ def extras(settings):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_the_layout_does_not_matter(ranks, settings, tmp_path, critic):
     more = [f"critic.kind={critic}", *(extras(settings) if critic == "shared" else [])]

@@ -16,6 +16,8 @@ from megarlhf import cli
 from tests.e2e.runs import CLI, finish, losses, reviews, start
 from tests.e2e.test_rl import numbers, run_rl
 
+pytestmark = pytest.mark.long
+
 POSITIVE = set(reviews.POSITIVE)
 
 

@@ -52,6 +52,7 @@ def numbers(run):
     return [{k: v for k, v in r.items() if not k.startswith(timed)} for r in records(run)]
 
 
+@pytest.mark.long
 def test_reinforce_under_every_layout_and_resumed(ranks, path, tmp_path):
     layouts = {
         1: {"one": [], "half": ["training.steps=3"]},

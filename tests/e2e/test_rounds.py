@@ -12,6 +12,8 @@ import yaml
 
 from tests.e2e.runs import CLI, finish, losses, prepare, start
 
+pytestmark = pytest.mark.long
+
 RULES = """
 def vowels(prompts, responses, records):
     return [sum(text.count(letter) for letter in "aeiou") + record["bonus"] for text, record in zip(responses, records)]
