@@ -93,12 +93,11 @@ def weighted(given: Files) -> bool:
 
 def check_files(given: Files, key: str) -> None:
     """ValueError for an empty list, and for a file that is named twice. `key`: for messages."""
+    if given == "" or (not isinstance(given, str) and "" in given):
+        raise ValueError(f"{key}: is empty; name a file")
     named = paths(given)
     if not named:
         raise ValueError(f"{key}: is an empty list; name a file")
-    for path in named:
-        if not path:
-            raise ValueError(f"{key}: is empty; name a file")
     real = [os.path.realpath(path) for path in named]
     if twice := [path for path, one in zip(named, real, strict=True) if real.count(one) > 1]:
         raise ValueError(f"{key}: {twice[0]} is named twice; name it once, with the weight {len(twice)}")

@@ -93,7 +93,7 @@ OVERRIDES: dict[str, dict[str, str]] = {
         "data.max_bad_fraction=1.5": "max_bad_fraction", "data.loss_on=prompt": "loss_on",
         "data.packing=2": "packing",
         "data.train=null": "data.train", "data.train=[a]": "a: cannot read", "data.train=[]": "data.train",
-        "data.train=[3]": "data.train[0]", "data.train=''": "cannot read", "chat_template=/no": "the chat template",
+        "data.train=[3]": "data.train[0]", "data.train=''": "train: is empty", "chat_template=/no": "the chat template",
         "data.train=/no/such.jsonl": "/no/such.jsonl", "data.train=/": "/: cannot read",
         "data.train={d}": "a directory",
         "data.train={d}/pipe": "a pipe", "data.train=/dev/zero": "/dev/zero", "data.validation={d}/pipe": "a pipe",

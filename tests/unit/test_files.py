@@ -181,6 +181,8 @@ def test_errors_name_the_file_and_its_line(files, tokenizer, tmp_path):
     ("train", "message"),
     [
         ([], "run.yaml: data.train: is an empty list; name a file"),
+        ("", "run.yaml: data.train: is empty; name a file"),
+        (["a", "./a"], "run.yaml: data.train: a is named twice"),
         (["a", "b", "a"], "run.yaml: data.train: a is named twice; name it once, with the weight 2"),
         (["a", 3], r"run.yaml: data.train\[1\] must be a string or a section \(path, weight\), not 3"),
         ([{"path": "a", "wieght": 2}], r"run.yaml: unknown key 'data.train\[0\].wieght'; did you mean 'weight'"),
