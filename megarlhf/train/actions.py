@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.algorithms.interface import State
+from megarlhf.algorithms.interface import State, Update
 from megarlhf.algorithms.supervised import ptx_loss
 from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Stage
 from megarlhf.cluster import backend
@@ -46,16 +46,20 @@ class Models:
         models = {"actor": self.actor, "critic": self.critic, "average": self.average}
         return {role: engine for role, engine in models.items() if engine is not None}
 
-    def compared(self, minibatch: Experience, temperature: float) -> tuple[Experience, dict[str, Any]]:
-        """The minibatch, and options of the actor's head, with which its outputs have the exact KL."""
+    def inputs(
+        self, role: str, update: Update, minibatch: Experience, temperature: float
+    ) -> tuple[Experience, list[Part], dict[str, Any]]:
+        """What an update of a model takes: the rows, further batches, and options of its head. Collective."""
         from megarlhf.experience.rollout import compared
 
-        rows, options, _ = compared(minibatch, self.reference, temperature=temperature)
-        return rows, options
-
-    def parts(self, minibatch: Experience) -> list[Part]:
-        """The further batches of the actor's update, beside the minibatch."""
-        return [] if self.text is None else self.text.parts(self.actor, minibatch)
+        if role != "actor":
+            return minibatch, [], dict(update.outputs)
+        more = [] if self.text is None else self.text.parts(self.actor, minibatch)
+        options: dict[str, Any] = {**update.outputs, "temperature": temperature}
+        if update.exact_kl:
+            minibatch, extra, _ = compared(minibatch, self.reference, temperature=temperature)
+            options |= extra
+        return minibatch, more, options
 
 
 @dataclass(frozen=True)

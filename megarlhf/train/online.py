@@ -106,12 +106,7 @@ def learn(
     ):  # fmt: skip
         minibatch, means = algorithm.minibatch(minibatch, topology.data_group), {}
         for model, update in algorithm.updates(act.step).items():
-            rows, more, options = minibatch, [], dict(update.outputs)
-            if model == "actor":
-                more, options["temperature"] = models.parts(minibatch), settings.sampler.temperature
-            if update.exact_kl:
-                rows, extra = models.compared(minibatch, settings.sampler.temperature)
-                options |= extra
+            rows, more, options = models.inputs(model, update, minibatch, settings.sampler.temperature)
             found = models.saved[model].step(rows, update.loss, *more, **options)
             own = {name: f"{update.prefix}{name}" for name in ("grad_norm", "lr", "skipped")}
             means |= {own.get(name, name): metric for name, metric in found.items()}

@@ -18,7 +18,7 @@ from megarlhf.data.preferences import PreferenceLoader, Preferences
 from megarlhf.data.ratings import RatedExamples, RatingLoader
 from megarlhf.models.build import build
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import reference
+from megarlhf.train import reference_cache
 from megarlhf.train.offline import prepared
 from tests import traffic
 from tests.distributed.layouts import LLAMA, layout
@@ -263,10 +263,10 @@ def communicate(path, cases):
         with layout(**sizes) as topology, traffic.recorded() as log:
             engines, batches, algorithm = models(topology, 2), loader("kto", topology), LOSSES["kto"]
             parts = (part for step in range(2) for part in algorithm.referenced(batches.batch(step)))
-            reference.write_cache(Path(path) / str(number), engines["reference"], {"loss": "kto"}, parts)
+            reference_cache.write_cache(Path(path) / str(number), engines["reference"], {"loss": "kto"}, parts)
             for step in range(2):
                 rows = prepared(algorithm, engines, batches.batch(step))
-                cached = {**engines, "reference": reference.Cached.read(Path(path) / str(number), topology)}
+                cached = {**engines, "reference": reference_cache.Cached.read(Path(path) / str(number), topology)}
                 again = prepared(algorithm, cached, batches.batch(step))
                 assert again.baseline == rows.baseline and torch.equal(again.ref_logprobs, rows.ref_logprobs)
                 engines["actor"].step(rows, algorithm.loss)

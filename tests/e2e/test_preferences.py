@@ -22,7 +22,7 @@ from megarlhf import checkpoint, cli
 from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceLoader
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.train import reference, setup
+from megarlhf.train import reference, reference_cache, setup
 from tests.distributed.layouts import layout
 from tests.e2e import runs
 from tests.e2e.runs import CLI, finish, start
@@ -138,7 +138,7 @@ def test_kill_9_and_resume_equals_a_straight_run(directory, tmp_path):
     nearly(numbers(tmp_path / "cached"), numbers(tmp_path / "plain"))
     step = tmp_path / "plain" / "checkpoints" / f"step_{STEPS:08d}"
     assert {path.name for path in step.iterdir()} == {
-        "actor", "tokenizer", "run.yaml", "state.json", "checksums.json", reference.FILE,
+        "actor", "tokenizer", "run.yaml", "state.json", "checksums.json", reference_cache.FILE,
     }  # fmt: skip
 
 
@@ -300,10 +300,10 @@ def share_caches(path, directory):
             meanwhile()
 
         def make(name, other, meanwhile):
-            return refused(reference.write_cache, directory / name, engine, other, parts(meanwhile))
+            return refused(reference_cache.write_cache, directory / name, engine, other, parts(meanwhile))
 
         def another(name, other):
-            return lambda: reference.write_cache(directory / name, engine, other, parts())
+            return lambda: reference_cache.write_cache(directory / name, engine, other, parts())
 
         def full():
             if rank == 1:
@@ -318,16 +318,16 @@ def share_caches(path, directory):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         (directory / "file").touch(exist_ok=True)
         said["no directory"] = make("file/cache", content, lambda: None)
-        rows = sum(len(keys) for keys, *_ in reference.Cached.read(directory / "equal", topology).parts)
+        rows = sum(len(keys) for keys, *_ in reference_cache.Cached.read(directory / "equal", topology).parts)
         if rank == 0:
-            for name, missing in (("part", "00000.*.npy"), ("stale", reference.FILE)):
+            for name, missing in (("part", "00000.*.npy"), ("stale", reference_cache.FILE)):
                 shutil.copytree(directory / "equal", directory / name)
                 for file in (directory / name).glob(missing):
                     file.unlink()
         dist.barrier()
         for name in ("part", "stale", "nothing"):
             own = directory / (name if rank == 1 else "equal")
-            said[name] = refused(reference.Cached.read, own, topology)
+            said[name] = refused(reference_cache.Cached.read, own, topology)
     return rows, said
 
 
@@ -338,7 +338,7 @@ def test_jobs_and_ranks_that_share_a_cache(ranks, directory, tmp_path):
     told = ranks.run(2, share_caches, directory / "dpo.yaml", tmp_path)
     assert told[0] == told[1], "all ranks say the same"
     rows, said = told[0]
-    kept = json.loads((tmp_path / "equal" / reference.FILE).read_text())["rows"]
+    kept = json.loads((tmp_path / "equal" / reference_cache.FILE).read_text())["rows"]
     keys = [key for file in (tmp_path / "equal").glob("*.keys.npy") for key in np.load(file)]
     assert rows == kept == len(set(keys)) == len(keys) > 40
     assert said.pop("equal") is None
@@ -378,7 +378,7 @@ def test_a_reference_that_cannot_be_told(straight, directory, tmp_path, capsys):
 
     known = tmp_path / "known" / "checkpoints" / "step_00000002"
     shutil.copytree(tmp_path / "run", tmp_path / "known")
-    (known / reference.FILE).write_text(json.dumps({"weights": "0" * 64}))
+    (known / reference_cache.FILE).write_text(json.dumps({"weights": "0" * 64}))
     (known / "checksums.json").unlink()
     shutil.rmtree(known.with_name("step_00000004"))
     (known.parent / "latest").write_text(known.name)
