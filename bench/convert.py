@@ -27,9 +27,9 @@ MODEL = dict(model_type="llama", hidden_size=2048, intermediate_size=5632, num_a
 COMMANDS = {"hf2megatron": ("hf", "ours"), "megatron2hf": ("ours", "back")}  # source and target
 CHILD = """
 import json, os, sys, time
-os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as tools/convert/__main__.py has it
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as megarlhf/convert/__main__.py has it
 from pathlib import Path
-from tools.convert import convert
+from megarlhf.convert import convert
 start = time.perf_counter()
 getattr(convert, sys.argv[1])(Path(sys.argv[2]), Path(sys.argv[3]))
 seconds = time.perf_counter() - start
@@ -79,8 +79,8 @@ def generate(directory: Path, layers: int) -> list[int]:
     """Write random weights, a tensor at a time. Returns their sizes in bytes."""
     import torch
 
-    from tools.convert import huggingface, registry
-    from tools.convert.storage import Spec
+    from megarlhf.convert import huggingface, registry
+    from megarlhf.convert.storage import Spec
 
     config = {**MODEL, "num_hidden_layers": layers}
     directory.mkdir()

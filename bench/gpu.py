@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -81,7 +82,7 @@ def run(stage: str, limit: float, path: list[str], arguments: argparse.Namespace
     """{"stage", "status": ok, failed or skipped, "reason", "seconds", "figures"}"""
     result = {"stage": stage, "status": "skipped", "reason": "", "seconds": 0.0, "figures": []}
     print(f"\n== {stage}", flush=True)
-    if reason := missing(stage, arguments, limit):
+    if reason := missing(stage, arguments, limit, path[1:]):
         return said(result | {"reason": reason})
     given = [str(ROOT), *path[1:], *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(given), "PYTHONWARNINGS": "ignore",
@@ -125,15 +126,21 @@ def figures(text: str) -> list[dict]:
     return found
 
 
-def missing(stage: str, arguments: argparse.Namespace, limit: float) -> str:
-    """Why a stage cannot run, if so."""
+def missing(stage: str, arguments: argparse.Namespace, limit: float, path: list[str]) -> str:
+    """Why a stage cannot run, if so. path: the packages of --site."""
     if limit < 5:
         return f"no time is left of {arguments.minutes:g} minutes"
-    if stage == "tests" and importlib.util.find_spec("pytest") is None:
-        return "pytest is not installed"
+    if stage == "tests" and not importable("pytest", path):
+        return "pytest is not installed, nor in the packages of --site"
     if stage == "ppo" and arguments.trl is None:
         return "TRL is not there (--trl PYTHON names the Python of an environment with trl==1.12.0)"
     return ""
+
+
+def importable(name: str, path: list[str]) -> bool:
+    """Whether the stages, which have `path` in PYTHONPATH, can import a module."""
+    here, in_site = importlib.util.find_spec(name), importlib.machinery.PathFinder.find_spec(name, path)
+    return here is not None or in_site is not None
 
 
 def command(stage: str, arguments: argparse.Namespace, directory: Path) -> list[str]:

@@ -17,9 +17,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 sys.path.insert(0, __file__.rpartition("/")[0])
+import gpu_kernels
 import one_rank
 
 from megarlhf.cluster import backend
@@ -265,49 +265,19 @@ PROBES: dict[str, Callable[[], dict]] = {
 
 
 def kernels(small: bool) -> Iterator[dict]:
-    """Of log-probs: N 8192, V 128256 in bfloat16; of sampling: 256 rows of float32."""
+    """Of log-probs: N 8192, V 128256 in bfloat16; of sampling: 256 rows of float32; of a decode step: see there."""
     bandwidth, columns = copy_bandwidth(small), 4096 if small else 128256
-    for name, moved, work in (*row_kernels(256 if small else 8192, columns), *draws(16 if small else 256, columns)):
+    works = (
+        gpu_kernels.rows(256 if small else 8192, columns, DEVICE, HALF),
+        gpu_kernels.draws(16 if small else 256, columns, DEVICE), gpu_kernels.steps(DEVICE, HALF, small),
+    )  # fmt: skip
+    for name, moved, work in (one for some in works for one in some):
         rate = moved / seconds(work)
-        yield {"what": name, "value": rate / 1e9, "unit": "GB/s of logits", "share": rate / bandwidth,
+        yield {"what": name, "value": rate / 1e9, "unit": "GB/s", "share": rate / bandwidth,
                "of": "a copy's bandwidth"}  # fmt: skip
         gc.collect()
-
-
-Work = tuple[str, int, Callable[[], object]]  # name, bytes of logits that it must read and write
-
-
-def row_kernels(rows: int, columns: int) -> Iterator[Work]:
-    from megarlhf.kernels import shard
-
-    logits = torch.randn(rows, columns, device=DEVICE).to(HALF)
-    target, ones = torch.empty_like(logits), torch.ones(rows, device=DEVICE)
-    labels = torch.randint(columns, (rows,), device=DEVICE)
-    for entropy in (False, True):
-        options = shard.CallOptions.of(
-            logits, columns, temperature=1.0, vocab_size=None, tp_group=None, backend="auto", with_entropy=entropy,
-            entropy_grad=True,
-        )  # fmt: skip
-        forward = partial(options.kernels.logprob_stats, logits, labels, temperature=1.0, with_entropy=entropy)
-        stats = forward()
-        merged = shard.merge(stats[None], options)
-        scalars = shard.grad_scalars(options, merged.weights[0], merged.entropy, ones, ones if entropy else None)
-        backward = partial(shard.write_logprob_grad, options, logits, labels, stats, target, scalars)
-        yield f"log-probs{', entropy' * entropy}: forward", logits.nbytes, forward
-        yield f"log-probs{', entropy' * entropy}: backward", 2 * logits.nbytes, backward
-
-
-def draws(rows: int, columns: int) -> Iterator[Work]:
-    from megarlhf.kernels import sampling
-
-    logits = torch.randn(rows, columns // sampling.BLOCK * sampling.BLOCK, device=DEVICE)
-    ids, steps = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    for name, fields in (("all tokens", {}), ("greedy", {"greedy": True}), ("top_p", {"top_p": 0.9})):
-        sample = partial(
-            sampling.sample, logits, sampling.Draw(**fields), seed=0, sequence_ids=ids, steps=steps,
-            vocab_size=logits.shape[1],
-        )  # fmt: skip
-        yield f"sampling, {name}", logits.nbytes, sample
+    if not CUDA:
+        yield {"what": "kernels of a decode step", "skipped": "for a GPU"}
 
 
 def decode(small: bool) -> Iterator[dict]:
@@ -339,6 +309,7 @@ def decode(small: bool) -> Iterator[dict]:
                "share": floor / step, "of": "its bytes at a copy's bandwidth"}  # fmt: skip
         yield {"what": f"sampling, {slots} slots, prefill and recording included", "value": slots * response / long,
                "unit": "tokens/s"}  # fmt: skip
+    yield without_kernels(sampling, response)
     if not CUDA:
         yield {"what": "kernels of a decode step", "skipped": "for a GPU"}
         return
@@ -353,6 +324,21 @@ def decode(small: bool) -> Iterator[dict]:
     launched = (counts[1] - counts[0]) / 8
     yield {"what": "kernels of a decode step, 32 slots", "value": launched, "unit": "launched"}
     yield {"what": "kernels a layer, the head's shared out", "value": launched / sizes.num_layers, "unit": "launched"}
+
+
+def without_kernels(sampling: Callable[[int, int], Callable[[], object]], response: int) -> dict:
+    """A step of 32 slots by torch's operations in the place of the kernels of a decode step."""
+    from megarlhf.kernels import decode
+
+    what = "decode step, 32 slots, without its Triton kernels"
+    if decode.fused_for(torch.zeros(1, device=DEVICE)) is None:
+        return {"what": what, "skipped": "it has none here"}
+    plain, decode.fused_for = decode.fused_for, lambda x: None
+    try:
+        short, long = (seconds(sampling(32, length), 2) for length in (response // 2, response))
+    finally:
+        decode.fused_for = plain
+    return {"what": what, "value": 1e3 * (long - short) / (response - response // 2), "unit": "ms"}
 
 
 def train(small: bool) -> Iterator[dict]:

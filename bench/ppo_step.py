@@ -14,7 +14,8 @@ made at the first call, with the torch and transformers of constraints.txt).
 `old` is the megarlhf of another checkout, DIR, with the same model and configuration. In a `ragged` configuration the
 responses end with EOS after 10% to 70% of R tokens, the same numbers in every system (ends.py).
 
-`shared` is megarlhf with the value head on the actor's trunk, which TRL does not have. TRL computes all rows at once,
+`shared` is megarlhf with the value head on the actor's trunk, which TRL does not have; `lora` is megarlhf with adapters
+of rank 8 on all linear layers of policy and critic. TRL computes all rows at once,
 its default; `trl-8` is TRL in micro-batches of 8, which need less memory. megarlhf computes 8 rows at a time, all rows
 with the small vocabulary, and 16 rows with two processes. For two processes the throughput against one process is also
 measured, in wall seconds.
@@ -56,11 +57,13 @@ OURS = {
     "megarlhf": dict(system="megarlhf", overrides=["critic.kind=separate", "critic.checkpoint={models}/reward"]),
     "shared": dict(system="megarlhf", overrides=["critic.kind=shared"]),
 }
+LORA = ["model.lora.rank=8", "model.lora.alpha=16"]
 SYSTEMS = {
     "trl": dict(system="trl", micro_batch=1024),
     "megarlhf": OURS["megarlhf"],
     "trl-8": dict(system="trl", micro_batch=8),
     "shared": OURS["shared"],
+    "lora": OURS["megarlhf"] | {"overrides": OURS["megarlhf"]["overrides"] + LORA},
 }
 FILES = {"policy": "hf_policy", "reward": "hf_reward", "prompts": "prompts.json"}
 # Two processes: data parallel for both systems; tensor parallel for megarlhf alone. For the speed-up: `one` process;
@@ -270,7 +273,7 @@ def models(directory: Path, sizes: dict) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-    from tools.convert.convert import hf2megatron
+    from megarlhf.convert.convert import hf2megatron
 
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(sizes["vocab"] - 3))])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -310,13 +313,13 @@ def summary(runs: list[dict]) -> dict:
 
 
 def pairs(systems: dict[str, dict]) -> dict[str, dict]:
-    """{"megarlhf / peer": {"cpu", "wall", "peak": {"median", "min", "max"}}}: ratios of the runs with the same
+    """{"system / peer": {"cpu", "wall", "peak": {"median", "min", "max"}}}: ratios of the runs with the same
     number."""
     result = {}
-    for name in ("trl", "old"):
-        if name in systems and "megarlhf" in systems:
-            own, other = systems["megarlhf"]["runs"], systems[name]["runs"]
-            result[f"megarlhf / {name}"] = {
+    for mine, name in (("megarlhf", "trl"), ("megarlhf", "old"), ("lora", "megarlhf")):
+        if name in systems and mine in systems:
+            own, other = systems[mine]["runs"], systems[name]["runs"]
+            result[f"{mine} / {name}"] = {
                 kind: spread([a / b for a, b in zip(own[kind], other[kind], strict=True)]) for kind in own
             }
     return result

@@ -198,7 +198,7 @@ def models(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tools.convert.convert import hf2megatron
+    from megarlhf.convert.convert import hf2megatron
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**MODEL, tie_word_embeddings=False)).save_pretrained(directory / "hf")

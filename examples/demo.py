@@ -19,19 +19,28 @@ import reviews
 OUT = pipeline.ROOT / "runs" / "demo"
 CONFIGS = pipeline.ROOT / "examples" / "configs"
 STAGES = (("sft", "supervised fine-tuning"), ("reward", "reward model"), ("ppo", "PPO"))
+# Of --lora. SFT starts from random weights, so it trains all. Adapters need larger steps than all weights, and
+# here more of them.
+RANK = ("model.lora.rank=8", "model.lora.alpha=16")
+LORA = {
+    "reward": (*RANK, "optimizer.lr=5e-3"),
+    "ppo": (*RANK, "optimizer.lr=1e-3", "training.steps=90", "checkpoint.every=90", "log.samples_every=89"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of every stage's data order, new heads and sampling")
-    seed = parser.parse_args().seed
+    parser.add_argument("--lora", action="store_true", help="adapters in the reward model, policy and critic")
+    options = parser.parse_args()
     started = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     write_data(OUT)
     for number, (program, title) in enumerate(STAGES, start=1):
         print(f"\n== {number}/{len(STAGES)}  {title}", flush=True)
-        pipeline.stage(program, CONFIGS / f"demo_{program}.yaml", pipeline.ROOT, f"seed={seed}")
+        adapters = LORA.get(program, ()) if options.lora else ()
+        pipeline.stage(program, CONFIGS / f"demo_{program}.yaml", pipeline.ROOT, f"seed={options.seed}", *adapters)
     pipeline.report(OUT / "ppo")
     summary(time.monotonic() - started)
 

@@ -65,6 +65,8 @@ class Sequences(Rows):
     together: int = 1  # so many adjacent rows are always in one micro-batch
     # (B, R, H): the last hidden states of a reference, to be compared with it; it predicts the counted tokens from them
     ref_states: Tensor | None = None
+    # (B, S, L, k) int16: the experts that computed each token in each layer of the sampler's model; -1: none recorded
+    experts: Tensor | None = None
 
     def __post_init__(self):
         rows, length = self.tokens.shape
@@ -80,7 +82,10 @@ class Sequences(Rows):
     def on_host(self) -> Sequences:
         """The tokens and what is needed to cut them into streams, on the CPU."""
         segments = None if self.segments is None else self.segments.cpu()
-        return Sequences(self.tokens.cpu(), self.mask.cpu(), segments, self.prompt_len, self.together)
+        experts = None if self.experts is None else self.experts.cpu()
+        return Sequences(
+            self.tokens.cpu(), self.mask.cpu(), segments, self.prompt_len, self.together, experts=experts
+        )  # fmt: skip
 
     def emptied(self):
         """The first rows with one token each, of which none counts: they fill up micro-batches."""

@@ -37,8 +37,14 @@ PROGRAMS = {  # command: (module, or module:name, that has its `main`; help)
     "rounds": ("megarlhf.train.rounds", "learning from own samples: generate, score, select and train, round by round"),
 }
 TRAINING = ("sft", "reward", "prm", "dpo", "kto", "ilql", "ppo", "rl")
+DESCRIPTIONS = {  # command: what it prints of a program's configuration
+    "init": "a configuration to start from: the required keys, and all others as comments",
+    "schema": "the JSON schema of a program's configurations, for editors",
+}
+CONVERT = "checkpoints from Hugging Face, NeMo and Megatron-LM, and to Hugging Face; adapters from and to peft"
 PREFLIGHT = "checks of a run on a login node: configuration, files, models, layout, disk; no GPU"
-# Flags that stand for keys of a program's configuration. With them the file is optional.
+PLAN = "memory of a rank and seconds of each phase of a run, predicted from its configuration"
+# Flags that stand for keys of a program's configuration. The file is optional for programs that do not train.
 FLAGS = {
     "generate": {
         "checkpoint": ("checkpoint", "PATH", "a run, a checkpoint or a model directory"),
@@ -49,6 +55,7 @@ FLAGS = {
         "input": ("input", "JSONL", "the responses"),
         "out": ("out", "JSONL", "where they go with their scores"),
     },
+    **{name: {"step": ("checkpoint.step", "N", "go on from the checkpoint of step N")} for name in TRAINING},
     "select": {
         "input": ("input", "JSONL", "the scored responses"),
         "out": ("out", "JSONL", "where the data of the next stage go"),
@@ -57,7 +64,8 @@ FLAGS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
+    """Of all commands but `convert`, whose options are its own."""
     parser = argparse.ArgumentParser(
         prog="megarlhf",
         description="RLHF on Megatron-core. Start one process a device: with srun, torchrun, mpirun, or alone.",
@@ -67,23 +75,51 @@ def main(argv: list[str] | None = None) -> int:
     for name, (_, text) in PROGRAMS.items():
         program = programs.add_parser(name, help=text, description=text)
         flags = FLAGS.get(name, {})
-        program.add_argument("--config", required=not flags, metavar="YAML", help="the run's configuration")
+        program.add_argument("--config", metavar="YAML", help="the run's configuration")
+        program.add_argument(
+            "--help-config", action="store_true", help="describe all keys of a configuration, and exit"
+        )
         for flag, (key, kind, meaning) in flags.items():
-            program.add_argument(f"--{flag}", metavar=kind, help=f"{meaning} ({key})")
+            of = int if kind == "N" else str
+            program.add_argument(f"--{flag}", metavar=kind, type=of, help=f"{meaning} ({key})")
         program.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
     check = programs.add_parser("preflight", help=PREFLIGHT, description=PREFLIGHT)
     check.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
     check.add_argument("--program", dest="subject", choices=TRAINING, help="whose configuration (default: by its keys)")
     check.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
     check.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="ranks a node (default 8)")
+    check.add_argument("--gpu", metavar="NAME", help="refuse what the memory of this kind of GPU cannot hold")
+    check.add_argument("--hardware", metavar="YAML", help="a file with further kinds of GPU")
     check.add_argument("--verify", action="store_true", help="also read every checkpoint whole, for its checksums")
     check.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
-    text = "a run's curves, phase times, samples and configuration as one HTML file"
+    plan = programs.add_parser("plan", help=PLAN, description=PLAN)
+    plan.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    plan.add_argument("--program", dest="subject", choices=TRAINING, help="whose configuration (default: by its keys)")
+    plan.add_argument("--gpu", metavar="NAME", help="the kind of GPU (default: CPU ranks on this machine, measured)")
+    plan.add_argument("--hardware", metavar="YAML", help="a file with further kinds of GPU, as examples/hardware.yaml")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (default 1)")
+    plan.add_argument("--gpus-per-node", type=int, metavar="G", help="ranks a node (default: the GPU's, or 8)")
+    plan.add_argument(
+        "--search", action="store_true", help="rank all layouts; write the best one's keys and job script"
+    )
+    plan.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to the configuration")
+    programs.add_parser("convert", help=CONVERT, add_help=False)
+    for name, text in DESCRIPTIONS.items():
+        describe = programs.add_parser(name, help=text, description=text)
+        describe.add_argument("subject", choices=PROGRAMS, metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
+    text = "curves, phase times, samples and configuration of a run, or of several on common axes, as one HTML file"
     report.arguments(programs.add_parser("report", help=text, description=text))
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["convert"]:  # its messages and processes are its own, too
+        return importlib.import_module("megarlhf.convert.__main__").main(argv[1:])
+    arguments = parser().parse_args(argv)
     try:
         if arguments.program == "report":  # a reader of files: no configuration, no rank, no torch
-            report.main(arguments.run, arguments.output)
+            report.main(arguments.runs, arguments.output)
         elif arguments.program == "preflight":
             importlib.import_module("megarlhf.train.preflight").main(
                 arguments.config,
@@ -93,8 +129,28 @@ def main(argv: list[str] | None = None) -> int:
                 nodes=arguments.nodes,
                 per_node=arguments.gpus_per_node,
                 verify=arguments.verify,
+                gpu=arguments.gpu,
+                table=arguments.hardware,
             )
+        elif arguments.program == "plan":
+            importlib.import_module("megarlhf.train.plan").main(
+                arguments.config,
+                arguments.overrides,
+                programs={name: find(name) for name in TRAINING},
+                program=arguments.subject,
+                nodes=arguments.nodes,
+                per_node=arguments.gpus_per_node,
+                gpu=arguments.gpu,
+                table=arguments.hardware,
+                searches=arguments.search,
+            )
+        elif arguments.program in DESCRIPTIONS:
+            print(described(arguments.program, arguments.subject), end="")
+        elif arguments.help_config:
+            print(described("reference", arguments.program), end="")
         else:
+            if arguments.config is None and (arguments.program in TRAINING or arguments.program not in FLAGS):
+                raise UserError(f"--config is missing; 'megarlhf init {arguments.program}' writes a file to start from")
             given = {key: getattr(arguments, flag) for flag, (key, _, _) in FLAGS.get(arguments.program, {}).items()}
             overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
             find(arguments.program).main(arguments.config, [*overrides, *arguments.overrides])
@@ -113,15 +169,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find(name: str):
-    """The object with the `main` of a command, a `Program` if it has ranks; imports torch."""
+    """The object with the `main` and the `configurations` of a command, a `Program` if it has ranks; imports torch."""
     module, _, attribute = PROGRAMS[name][0].partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
 
 
+def described(form: str, name: str) -> str:
+    """The configurations of a command as text; `form`: init, schema or reference."""
+    describe, configurations = importlib.import_module("megarlhf.config.describe"), find(name).configurations
+    if form == "schema":
+        return json.dumps(describe.schema(configurations, f"megarlhf {name}"), indent=1) + "\n"
+    write = describe.template if form == "init" else describe.reference
+    if len(configurations) == 1:
+        return write(configurations[0])
+    return "\n".join(f"# {'-' * 40} with {cls.algorithm}\n{write(cls)}" for cls in configurations)
+
+
 def _belongs_to(arguments: argparse.Namespace, error: UserError) -> str:
     """A note if the configuration is for another program, else ""."""
-    program = arguments.subject if arguments.program == "preflight" else arguments.program
+    program = arguments.subject if arguments.program in ("preflight", "plan") else arguments.program
     programs = (*TRAINING, "generate", "score")
     if not isinstance(error, UnknownKeyError) or arguments.config is None or program not in programs:
         return ""
@@ -159,6 +226,8 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 def run() -> None:
     """Console entry point. Leaves with os._exit: after a failure, peers and background threads must not keep this rank
     alive."""
+    if sys.argv[1:2] == ["convert"]:  # under mpirun, mpi4py finalizes MPI when the interpreter exits
+        sys.exit(main())
     signals.watch()
     sys.stdout, sys.stderr = _Unfailing(sys.stdout), _Unfailing(sys.stderr)
     try:

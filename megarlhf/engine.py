@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from megarlhf import metrics, optim
 from megarlhf.batch import Sequences
 from megarlhf.cluster import backend, gradients
+from megarlhf.cluster.offload import Hosted, Named, named_weights
 from megarlhf.cluster.parallel import Topology, seed_generators
 from megarlhf.config import UserError
 from megarlhf.metrics import Mean, Metric
@@ -38,9 +40,15 @@ Loss = Callable[[Outputs, Any], tuple[Tensor, Tensor, dict[str, tuple[Tensor, Te
 Part = tuple[Sequences, Loss | None, dict[str, Any]]  # rows, loss, options of the head
 
 
-class Engine:
+class _OnDevice(dict):
+    """Outputs with a device: megatron's schedules ask the output of a mixture of experts for it."""
+
+    device = property(lambda self: next(iter(self.values())).device)
+
+
+class Engine(Hosted):
     """One model on this rank: its chunks (one, or several with the interleaved schedule) and, if it trains, its
-    optimizer. Build it with `models.build.build`."""
+    optimizer, which changes the parameters that require gradients. Build it with `models.build.build`."""
 
     def __init__(
         self,
@@ -53,7 +61,11 @@ class Engine:
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
         seed: int = 0,
+        trains_all: bool = True,
+        saves: Callable[[str], bool] | None = None,
+        owns: Callable[[str], bool] | None = None,
     ):
+        super().__init__()
         self.modules = chunks  # the bare models, for weights and checkpoints
         self.chunks = chunks  # what the schedules run
         self.config = config
@@ -65,11 +77,14 @@ class Engine:
         self.optimizer = None
         self.total_steps = total_steps
         self.seed = seed
+        self.trains_all = trains_all  # no weight is frozen
+        self.saves = saves or (lambda name: True)  # which weights its checkpoints hold, by name
+        self.owns = owns or (lambda name: True)  # which weights are not another engine's, by name
+        self.base: Any = None  # what names the weights that they do not hold; written beside them
         # Updates so far, skipped ones included: the position in the schedule and in the data. (Adam has its own count.)
         self.steps = 0
         self.skipped = 0  # in a row, up to now
-        for chunk in chunks:
-            chunk.requires_grad_(optimizer is not None)
+        self.replays = False  # tokens go to the experts that their rows name; otherwise to those that it chooses
         if optimizer is not None:
             self._make_trainable()
 
@@ -106,6 +121,19 @@ class Engine:
                 self.config.grad_sync_func = per_chunk("start_grad_sync")
         if parallel.overlap_param_gather:
             self.config.param_sync_func = per_chunk("start_param_sync")
+        if self.optimizer_config.state_on_host:
+            self.keep_on_host("optimizer")
+
+    @property
+    def parts(self) -> dict[str, Callable[[], Named]]:
+        parts = {"weights": lambda: named_weights(self.modules, self.owns)}
+        if self.optimizer is not None:
+            parts["optimizer"] = lambda: optim.state_of(self.optimizer, self.modules)
+        return parts
+
+    def head_weight(self) -> Tensor:
+        """The word head's weight, on the last stage."""
+        return self.modules[-1].head_weight().detach()
 
     # ------------------------------------------------------------------------------------------- the two verbs
 
@@ -134,16 +162,20 @@ class Engine:
         Raises UserError, on every rank, when `patience` updates in a row were skipped.
         """
         gradients.allocate()
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._seed_dropout()
-        # `batch` comes last: overlapped reductions wait for a gradient of every weight in the last micro-batch, and the
-        # loss of a further part need not read all heads.
-        _, parts = self._run(*more, (batch, loss, options))
-        rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
-        grad_norm = self._update()
+        with self.present("weights", written=True):
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._seed_dropout()
+            # `batch` comes last: overlapped reductions wait for a gradient of every weight in the last micro-batch, and
+            # the loss of a further part need not read all heads.
+            _, parts = self._run(*more, (batch, loss, options))
+            rate = optim.set_step(self.optimizer, self.optimizer_config, self.steps, self.total_steps)
+            with self.present("optimizer", written=True):
+                grad_norm = self._update()
+            if self.is_on_host("weights"):
+                self.sync_params()  # what leaves must be whole
         gradients.free()
         self.steps += 1
         self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
@@ -166,11 +198,18 @@ class Engine:
     @torch.no_grad()
     def follow(self, other: Engine, decay: float) -> None:
         """Move this engine's weights towards those of another engine of the same layout: decay * own + (1 - decay) *
-        other."""
+        other. The other may have another precision, and so other layers: Transformer Engine's keep weights in another
+        order."""
         other.sync_params()
-        for module, leader in zip(self.modules, other.modules, strict=True):
-            for own, its in zip(module.parameters(), leader.parameters(), strict=True):
-                own.lerp_(its.to(own.dtype), 1 - decay)
+        with self.present("weights", written=True):
+            for module, leader in zip(self.modules, other.modules, strict=True):
+                own, its = (
+                    {model.global_name(name): weight for name, weight in model.named_parameters()}
+                    for model in (module, leader)
+                )
+                assert own.keys() == its.keys(), own.keys() ^ its.keys()
+                for name, weight in own.items():
+                    weight.lerp_(its[name].to(weight.dtype), 1 - decay)
 
     def update_slow_copies(self, rate: float) -> None:
         """Move the slow copies that heads have of their weights: (1 - rate) * own + rate * the weight."""
@@ -190,6 +229,8 @@ class Engine:
         for the last.
         """
         device = backend.device()
+        if not self.replays:
+            parts = [(replace(batch, experts=None), loss, options) for batch, loss, options in parts]
         here = [batch.on_host() for batch, _, _ in parts]
         cuts = [cut(rows, self.micro_batch_tokens) for rows in here]
         count = self._agreed(sum(len(found) for found in cuts))
@@ -201,6 +242,7 @@ class Engine:
         empty = (here[0].emptied(), first.emptied().to(device), slice(None), loss, options)
         work = [empty] * (count - len(work)) + work
         length = self._rounded(max(int(num_tokens(rows).sum()) for rows, *_ in work))  # of the messages between stages
+        both = options.get("branched", False) and self.modules[0].branch.wide  # two hidden states of each token
 
         def micro_batches() -> Iterator[tuple[Stream, Sequences, Loss | None, dict[str, Any]]]:
             for rows, batch, index, loss, options in work:
@@ -216,22 +258,25 @@ class Engine:
                 total, count, values = loss(outputs, rows)
                 return total, count.to(torch.int), metrics.of_loss(values)
 
-            return model(stream, **rows.model_inputs, **options), finish
+            outputs = model(stream, **rows.model_inputs, **options)
+            return _OnDevice(outputs) if isinstance(outputs, dict) else outputs, finish
 
         iterators = [micro_batches() for _ in self.chunks]
         parallel = self.topology.parallel
-        found = get_forward_backward_func(pp_size=parallel.pipeline, vp_size=parallel.virtual_pipeline)(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(work),
-            seq_length=length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=parts[0][1] is None,
-            p2p_communicator=self.messages,
-            pg_collection=self.topology.groups,
-        )
+        schedule = get_forward_backward_func(pp_size=parallel.pipeline, vp_size=parallel.virtual_pipeline)
+        with self.present("weights"):
+            found = schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(work),
+                seq_length=2 * length if both else length,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=parts[0][1] is None,
+                p2p_communicator=self.messages,
+                pg_collection=self.topology.groups,
+            )
         return cuts, found
 
     def _agreed(self, count: int) -> int:
@@ -258,7 +303,8 @@ class Engine:
             limit = self.optimizer_config.clip_grad
             if 0 < limit < norm:
                 parameters = [p for part in self.optimizer.chained_optimizers for p in part.get_parameters()]
-                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / (norm + 1e-6))
+                if own := [p.grad for p in parameters if p.grad is not None]:  # a stage may train nothing
+                    torch._foreach_mul_(own, limit / (norm + 1e-6))
             self.optimizer.step_with_ready_grads()
         return norm
 
@@ -289,9 +335,8 @@ class Engine:
     def _seed_dropout(self) -> None:
         """Dropout depends on (seed, update, pipeline and data rank) alone, so that a resumed run draws the same numbers
         and no generator state is saved. Megatron's tracker gives tensor-parallel ranks different seeds."""
-        if self.config.hidden_dropout or self.config.attention_dropout:
-            key = (self.seed, self.steps, self.topology.pipeline_rank, self.topology.data_rank)
-            seed_generators(self.topology, zlib.crc32(repr(key).encode()))
+        key = (self.seed, self.steps, self.topology.pipeline_rank, self.topology.data_rank)
+        seed_generators(self.topology, zlib.crc32(repr(key).encode()))
 
     def sync_params(self) -> None:
         """Gather the weights if their gather would otherwise overlap with the next forward pass."""
@@ -299,32 +344,41 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
+    def reload_main_weights(self) -> None:
+        """Let the optimizer's fp32 main weights, if there are any, follow weights that others have written."""
+        if self.optimizer is not None:
+            with self.present(written=True):
+                self.optimizer.reload_model_params()
+
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def sharded_state(
-        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
+        self, *, loading: bool, weights_only: bool = False, only: Callable[[str], bool] | None = None
     ) -> dict[str, Any]:
-        """Weights (without those whose names begin with one of `fresh`) and, if this engine trains, optimizer and
-        counts of updates, as megatron's sharded state dict."""
+        """Weights (those whose names `only` admits; default: those that its checkpoints hold) and, if this engine
+        trains, optimizer and counts of updates, as megatron's sharded state dict."""
         self.sync_params()
+        only = only or self.saves
         state = {
-            part: {name: value for name, value in weights.items() if not name.startswith(fresh)}
-            for part, weights in self._sharded_weights().items()
+            part: {name: value for name, value in weights.items() if only(name)}
+            for part, weights in self._sharded_weights(self._metadata()).items()
         }
         if self.optimizer is not None and not weights_only:
-            with (optim.indexed_without_padding if loading else optim.saved_once)(self.optimizer):
+            if not loading:
+                optim.agree_on_count(self.optimizer)
+            with optim.held_once(self.optimizer):
+                # Megatron stacks the same weight of all layers. Where some layers train, each has a name of its own.
+                weights = self._sharded_weights(self._metadata() | {"non_homogeneous_layers": not self.trains_all})
                 state["optimizer"] = self.optimizer.sharded_state_dict(
-                    self._sharded_weights(), is_loading=loading, metadata=self._metadata()
+                    weights, is_loading=loading, metadata=self._metadata()
                 )
             state |= {"steps": self.steps, "skipped": self.skipped}
         return state
 
-    def _sharded_weights(self) -> dict[str, Any]:
+    def _sharded_weights(self, metadata: dict[str, Any]) -> dict[str, Any]:
         if len(self.modules) == 1:
-            return {"model": self.modules[0].sharded_state_dict(metadata=self._metadata())}
-        return {
-            f"model{i}": module.sharded_state_dict(metadata=self._metadata()) for i, module in enumerate(self.modules)
-        }
+            return {"model": self.modules[0].sharded_state_dict(metadata=metadata)}
+        return {f"model{i}": module.sharded_state_dict(metadata=metadata) for i, module in enumerate(self.modules)}
 
     def _metadata(self) -> dict[str, Any]:  # a fresh one each call: megatron may add to it
         return {
@@ -335,17 +389,20 @@ class Engine:
             "dp_cp_group": self.topology.groups.dp_cp,
         }
 
-    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
+    def load_sharded_state(
+        self, state: dict[str, Any], *, weights_only: bool, only: Callable[[str], bool] | None = None
+    ) -> None:
+        """Take what `sharded_state` with the same arguments described."""
+        only = only or self.saves
         for i, module in enumerate(self.modules):
             weights = state["model" if len(self.modules) == 1 else f"model{i}"]
             missing, unexpected = module.load_state_dict(weights, strict=False)
-            missing = [name for name in missing if not name.endswith("_extra_state") and not name.startswith(fresh)]
+            missing = [name for name in missing if not name.endswith("_extra_state") and only(name)]
             assert not missing and not unexpected, (missing, unexpected)
-        if self.optimizer is None:
-            return
         if weights_only:
-            self.optimizer.reload_model_params()  # the fp32 main weights follow the loaded ones
-        else:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.reload_main_weights()
+        elif self.optimizer is not None:
+            with optim.held_once(self.optimizer):
+                optim.load_state(self.optimizer, state["optimizer"])
             self.steps = state["steps"]
             self.skipped = state.get("skipped", 0)  # older checkpoints do not have it

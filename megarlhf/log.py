@@ -1,26 +1,21 @@
-"""The outputs for a run's numbers: console, JSONL files, TensorBoard, W&B. Their failures do not end the run."""
+"""The outputs for a run's numbers: console, JSONL files, TensorBoard, W&B, MLflow. None ends the run by a failure."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
-import secrets
 import socket
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from megarlhf import records
-from megarlhf.config import UserError
+from megarlhf import console, records
 from megarlhf.records import Appender
+from megarlhf.trackers import MLflow, Tracker, WandB
 
-TABLES = ("metrics", "samples", "held_out")  # the JSONL files of a run directory
+TABLES = ("metrics", "samples", "held_out", "scores")  # the JSONL files of a run directory
 
 
 class Log:
@@ -31,7 +26,10 @@ class Log:
     it repeats; so each step is there once after any number of kills.
     """
 
-    def __init__(self, directory: Path, *, enabled: bool, start: int, total: int, unit: str, wandb: str | None = None):
+    def __init__(
+        self, directory: Path, *, enabled: bool, start: int, total: int, unit: str,
+        trackers: Sequence[WandB | MLflow] = (),
+    ):  # fmt: skip
         self.enabled = enabled
         if not enabled:
             return
@@ -43,18 +41,19 @@ class Log:
             self.files[name] = Appender(directory / f"{name}.jsonl")
         self.events = _Events(directory / "tensorboard", start)
         self.complained = False
-        self.wandb = None
-        if wandb:
-            self._to_wandb(lambda: self._join_wandb(wandb, start))
-        self.bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, smoothing=0.1)
+        self.trackers: dict[str, Tracker] = {}
+        for given in trackers:
+            if joined := self._try(given.service, lambda given=given: given.join(directory, start)):
+                self.trackers[given.service] = joined
+        self.progress = console.Progress(total, unit, done=start)
 
     def step(self, step: int, values: dict[str, float], shown: dict[str, str] | None = None) -> None:
-        """Record the numbers of one finished step; `shown` goes into the progress bar."""
+        """Record the numbers of one finished step; `shown` goes into the progress bar, in a file into the step's
+        line."""
         if not self.enabled:
             return
         self.record(step, values)
-        self.bar.set_postfix(shown or {}, refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.progress.to(step, shown or {})
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Record numbers without moving the progress bar (evaluations)."""
@@ -64,12 +63,11 @@ class Log:
         for name, value in values.items():
             self.events.scalar(name, value, step)
         self._flush()
-        if self.wandb:
-            self._to_wandb(lambda: self.wandb.log(values, step=step))
+        self._tell(lambda tracker: tracker.log(values, step))
 
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Rows of JSON values, with the same keys each, to `name`.jsonl (with their step), TensorBoard and W&B, where
-        lists and objects are text. `name` is one of TABLES."""
+        """Rows of JSON values, with the same keys each, to `name`.jsonl (with their step), TensorBoard, W&B and MLflow,
+        where lists and objects are text. `name` is one of TABLES."""
         if not self.enabled or not rows:
             return
         assert name in TABLES
@@ -83,15 +81,23 @@ class Log:
             self._append(name, {"step": step, **row})
         self.events.text(name, "\n".join(map(line, [columns, ["-" for _ in columns], *cells])), step)
         self._flush()
-        if self.wandb:
-            import wandb as weights_and_biases
+        self._tell(lambda tracker: tracker.table(name, columns, cells, step))
 
-            self._to_wandb(lambda: self.wandb.log({name: weights_and_biases.Table(columns, cells)}, step=step))
+    def distribution(self, name: str, values: Sequence[float], step: int) -> None:
+        """Numbers whose distribution is of interest, to scores.jsonl and, as histograms, to TensorBoard and
+        trackers: rounded to six digits, without what is not finite."""
+        values = [float(f"{value:.6g}") for value in values if math.isfinite(value)]
+        if not self.enabled or not values:
+            return
+        self._append("scores", {"step": step, "name": name, "values": values})
+        self.events.histogram(name, values, step)
+        self._flush()
+        self._tell(lambda tracker: tracker.histogram(name, values, step))
 
     def say(self, message: str) -> None:
-        """A line above the progress bar."""
+        """A line for the person who watches."""
         if self.enabled:
-            self.bar.write(message)
+            console.say(message)
 
     def sync(self) -> None:
         """Write all lines to the disk before a checkpoint is published: a run that resumes from it does not write them
@@ -122,27 +128,21 @@ class Log:
         self.complained = bool(failures)
 
     def _warn(self, message: str) -> None:
-        tqdm.write(f"  {message}", file=sys.stderr)
+        console.say(f"  {message}")
 
-    def _join_wandb(self, project: str, start: int) -> None:
-        """Start W&B's run, or resume the one of this run directory."""
-        import wandb as weights_and_biases
+    def _tell(self, call: Callable[[Tracker], object]) -> None:
+        """Call every service that still answers. One that fails is left out from then on, with a warning."""
+        for service, tracker in list(self.trackers.items()):
+            self._try(service, lambda tracker=tracker: call(tracker))
 
-        path = self.directory / "wandb.id"
-        if start == 0 or not path.exists():
-            records.replace(path, secrets.token_hex(4) + "\n")
-        self.wandb = weights_and_biases.init(
-            project=project, id=path.read_text().strip(), name=self.directory.name, dir=str(self.directory),
-            resume="allow",
-        )  # fmt: skip
-
-    def _to_wandb(self, call: Callable[[], object]) -> None:
+    def _try(self, service: str, call: Callable[[], object]) -> object:
         try:
-            call()
+            return call()
         except Exception as error:  # any failure of the network, the disk or the server
-            self.wandb = None
+            self.trackers.pop(service, None)
             first = (str(error).strip().splitlines() or [""])[0][:200]
-            self._warn(f"W&B: {type(error).__name__}: {first}; the run goes on without it")
+            self._warn(f"{service}: {type(error).__name__}: {first}; the run goes on without it")
+            return None
 
     def __enter__(self) -> Log:
         return self
@@ -154,21 +154,14 @@ class Log:
         for file in (*self.files.values(), self.events.file):
             if error := file.close():
                 self._warn(f"{file.path}: its last lines are lost ({error.strerror})")
-        self.bar.close()
-        if self.wandb:
-            self._to_wandb(self.wandb.finish)
+        self.progress.close()
+        self._tell(lambda tracker: tracker.finish())
 
 
 def _cell(value: Any) -> Any:
     """A JSON value as a cell of a table. Half a surrogate pair becomes an escape: TensorBoard and W&B refuse it."""
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
     return text.encode(errors="backslashreplace").decode() if isinstance(text, str) else text
-
-
-def check_wandb(project: str | None) -> None:
-    """Refuse (UserError) W&B if it is not installed."""
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError("log.wandb: wandb is not installed; pip install wandb, or leave log.wandb out")
 
 
 class _Events:
@@ -190,6 +183,13 @@ class _Events:
         from torch.utils.tensorboard.summary import scalar
 
         self._write(step=step, summary=scalar(name, value))
+
+    def histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        import numpy as np
+        from torch.utils.tensorboard.summary import histogram
+
+        # Not "auto": some versions of NumPy make as many bins of that as an outlier asks for.
+        self._write(step=step, summary=histogram(name, np.asarray(values), bins="sqrt"))
 
     def text(self, name: str, text: str, step: int) -> None:
         from torch.utils.tensorboard.summary import text as summary

@@ -27,6 +27,8 @@ class Spans:
     lengths: tuple[int, ...]  # of the spans, in their order; none is 0
     bounds: Tensor  # (len(lengths) + 1,) int32: span i is [bounds[i], bounds[i + 1])
     read: Tensor | None = None  # (K,) int64: tokens whose output the head reads; the last layer computes no other
+    counts: Tensor | None = None  # (len(lengths),) int64: counted tokens of each span
+    experts: Tensor | None = None  # (T, L, k) int16: experts that compute a token in a layer; -1: the router chooses
 
     @property
     def num_real(self) -> int:
@@ -101,7 +103,9 @@ class Stream:
             return self
         moved = {name: getattr(self, name).to(device, non_blocking=True)
                  for name in ("tokens", "positions", "counted", "places")}  # fmt: skip
-        spans = dataclasses.replace(self.spans, bounds=self.spans.bounds.to(device, non_blocking=True))
+        spans = {name: value.to(device, non_blocking=True) for name in ("bounds", "counts", "experts")
+                 if (value := getattr(self.spans, name)) is not None}  # fmt: skip
+        spans = dataclasses.replace(self.spans, **spans)
         return dataclasses.replace(self, spans=spans, **moved)
 
 
@@ -134,7 +138,13 @@ def stream_of(rows: Sequences, total: int | None = None) -> Stream:
         missing = total - len(flat)
         assert missing >= 0, (total, len(flat))
         tokens, positions = (torch.nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-    spans = Spans(tuple(lengths.tolist()), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int())
+    experts = None
+    if rows.experts is not None:
+        experts = rows.experts.flatten(0, 1)[flat]
+        experts = torch.cat([experts, experts.new_full((len(tokens) - len(flat), *experts.shape[1:]), -1)])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    counts = torch.bincount(torch.searchsorted(bounds, counted, right=True) - 1, minlength=len(lengths))
+    spans = Spans(tuple(lengths.tolist()), bounds.int(), counts=counts, experts=experts)
     longest = max(spans.lengths, default=1)
     return Stream(tokens, positions, spans, counted, places, tuple(rows.mask.shape), longest)
 

@@ -191,17 +191,18 @@ class Head:
 
 
 def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: str, tp_group=None, device="cpu", *,
-                 sequence_parallel=False, with_entropy=True, hidden_size=16):  # fmt: skip
+                 sequence_parallel=False, with_entropy=True, hidden_size=16, softcap=None):  # fmt: skip
     head, rows = Head(vocabulary, dtype, tp_group, device, sequence_parallel, hidden_size), SELECTIONS[selection]
     selected = 12 if rows is None else len(torch.arange(12)[rows])
     labels = torch.randint(vocabulary, (selected,), generator=head.generator)
     weights = head.random(3, selected)
-    expected = reference.linear_logprobs(head.true_hidden, head.true_weight, labels, rows=rows, temperature=0.7)
+    expected = reference.linear_logprobs(head.true_hidden, head.true_weight, labels, rows=rows, temperature=0.7,
+                                         softcap=softcap)  # fmt: skip
     wanted = expected.logprobs * weights[0] + expected.logits * weights[2]
     (wanted + (expected.entropy * weights[1] if with_entropy else 0)).sum().backward()
     output = kernels.linear_logprobs(
         head.hidden, head.weight, labels.to(device), rows=rows, with_entropy=with_entropy, backend=backend,
-        **head.options,
+        softcap=softcap, **head.options,
     )  # fmt: skip
     loss = output.logprobs * weights[0].to(device) + output.logits * weights[2].to(device)
     if with_entropy:
@@ -209,7 +210,7 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
     loss.sum().backward()
     near("logprobs", output.logprobs, expected.logprobs, **LOGPROB)
     near("logits", output.logits, expected.logits, **LOGPROB)
-    if not sequence_parallel:
+    if not sequence_parallel and softcap is None:
         states = head.hidden.detach().flatten(0, 1)[slice(None) if rows is None else rows]
         alone = kernels.label_logits(states, head.weight.detach(), labels.to(device), tp_group=tp_group)
         near("label_logits", alone, expected.logits, **LOGPROB)
@@ -219,14 +220,14 @@ def check_linear(backend: str, vocabulary: int, dtype: torch.dtype, selection: s
 
 
 def check_linear_kl(backend: str, vocabulary: int, dtype: torch.dtype, selection: str, tp_group=None, device="cpu", *,
-                    sequence_parallel=False):  # fmt: skip
+                    sequence_parallel=False, softcap=None):  # fmt: skip
     head, rows = Head(vocabulary, dtype, tp_group, device, sequence_parallel, 16), SELECTIONS[selection]
     everything = slice(None) if rows is None else rows
     ref_hidden = (head.true_hidden.detach().flatten(0, 1) + 0.3 * head.random(12, 16))[everything].to(dtype)
     ref_weight = (head.true_weight.detach() + 0.3 * head.random(*head.true_weight.shape)).to(dtype)
     weights = head.random(len(ref_hidden))
     logits, ref_logits = (
-        hidden @ weight.t() for hidden, weight in (
+        reference.capped(hidden @ weight.t(), softcap) for hidden, weight in (
             (head.true_hidden.flatten(0, 1)[everything], head.true_weight), (ref_hidden.double(), ref_weight.double())
         )
     )  # fmt: skip
@@ -235,7 +236,14 @@ def check_linear_kl(backend: str, vocabulary: int, dtype: torch.dtype, selection
     own = torch.full_like(head.weight.detach(), 30.0)  # padding holds real numbers
     own[: len(ref_weight[head.mine])] = ref_weight[head.mine].to(device)
     kl = kernels.linear_policy_ref_kl(
-        head.hidden, head.weight, ref_hidden.to(device), own, rows=rows, backend=backend, **head.options
+        head.hidden,
+        head.weight,
+        ref_hidden.to(device),
+        own,
+        rows=rows,
+        backend=backend,
+        softcap=softcap,
+        **head.options,
     )
     (kl * weights.to(device)).sum().backward()
     near("kl", kl, expected, atol=1e-5, rtol=1e-5)

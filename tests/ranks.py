@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
-ECHOES = "Connection closed by peer", "has ended in the middle of a collective"
+ECHOES = "Connection closed by peer", "Connection reset by peer", "has ended in the middle of a collective"
 
 
 def _send(stream, value) -> None:
@@ -98,7 +98,7 @@ class Ranks:
             name = (function.__module__, function.__qualname__)
             for rank, worker in enumerate(workers):
                 worker.call(rank, world_size, os.path.join(directory, "store"), name, args)
-            answers = [worker.result(timeout if rank == 0 else 30) for rank, worker in enumerate(workers)]
+            answers = [worker.result(timeout if rank == 0 else 90) for rank, worker in enumerate(workers)]
         if any(kind != "ok" for kind, _ in answers):
             self.close()  # the others may hang in a collective
         # A rank that raised says more than its peers, which merely lost the connection.

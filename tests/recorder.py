@@ -4,19 +4,25 @@ It records the tensor operations of one call and repeats them on the same memory
 stays what it was. It refuses what a graph's capture refuses: reading a value on the host, and a result whose shape
 depends on values.
 
-`Recording.cost` counts: operations (each at least one kernel; views none) and bytes that they read and write.
+`Recording.cost` counts: operations (each at least one kernel; views none) and bytes that they read and write. Triton
+kernels that run in the interpreter are counted by their launches, and by the elements that they load and store.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from tests.interpreter import Launch
 
 REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal")
 
@@ -109,7 +115,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations: list[Operation | Fused] = []
+        self.operations: list[Operation | Fused | Launch] = []
 
     def __enter__(self):
         _Recorder.active = self
@@ -131,20 +137,28 @@ class _Recorder(TorchDispatchMode):
 class Recording:
     """As `cuda_graphs._Captured`: two calls as they are, the third records, later ones repeat it."""
 
-    def __init__(self, step):
-        self.step, self.calls, self.operations = step, 0, []
+    def __init__(self, step, kernels: bool = False):
+        """`kernels`: the step launches Triton kernels in the interpreter."""
+        self.step, self.calls, self.operations, self.kernels = step, 0, [], kernels
 
     def __call__(self) -> None:
         self.calls += 1
         if self.calls <= 2:
             self.step()
         elif self.calls == 3:
-            with _Recorder() as recorder:
+            with _Recorder() as recorder, self._launches(recorder):
                 self.step()
             self.operations += recorder.operations
         else:
             for operation in self.operations:
                 operation.again()
+
+    def _launches(self, recorder: _Recorder) -> contextlib.AbstractContextManager[None]:
+        if not self.kernels:
+            return contextlib.nullcontext()
+        from tests import interpreter
+
+        return interpreter.launches(recorder.operations.append)
 
     @property
     def cost(self) -> tuple[int, int]:

@@ -33,13 +33,19 @@ def policy_ref_kl(policy_logits: Tensor, ref_logits: Tensor, *, temperature: flo
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, rows=None, temperature: float = 1.0
-) -> LogprobOutput:
-    """`logprobs` of the logits hidden @ weight^T, hidden (S, B, H), weight (V, H), at the chosen `rows` of (S*B, H)."""
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, rows=None, temperature: float = 1.0,
+    softcap: float | None = None,
+) -> LogprobOutput:  # fmt: skip
+    """`logprobs` of the logits hidden @ weight^T, capped, hidden (S, B, H), weight (V, H), at the chosen `rows` of
+    (S*B, H)."""
     hidden = hidden.flatten(0, -2)
     hidden = hidden if rows is None else hidden[rows]
-    logits = (hidden @ weight.t()).unflatten(0, labels.shape)
+    logits = capped((hidden @ weight.t()).unflatten(0, labels.shape), softcap)
     return logprobs(logits, labels, temperature=temperature)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _expectation(log_p: Tensor, values: Tensor) -> Tensor:

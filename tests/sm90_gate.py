@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for sm_90, which needs no GPU and no driver, and prints as JSON what each came to.
 
-A process of its own: TRITON_INTERPRET must not be set. `python -m tests.sm90_gate`
+A process of its own: TRITON_INTERPRET must not be set. `python -m tests.sm90_gate [decode]`
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,15 +16,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megarlhf.kernels import triton_decode as decode
 from megarlhf.kernels import triton_rows as rows
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
+# Arguments of the models' precision, and int64; other pointers are float32.
+DATA = ("X", "REF", "OUT", "Q", "K", "V", "KEYS", "VALUES", "BIAS", "RESIDUAL", "WEIGHT", "SHIFT", "NORMED")
+INDICES = ("LABELS", "IDS", "STEPS", "ROWS", "POSITIONS", "FOUND", "LEAST", "COUNTS")
+
 
 def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **constants) -> dict:
     """Registers, stack and local bytes of one variant, spills, and instructions an element of its inner loop."""
-    types = {name: f"*{logits}" for name in ("X", "REF", "OUT")} | {"scale": "fp32"}
-    types |= dict.fromkeys(("LABELS", "IDS", "STEPS"), "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
+    types = dict.fromkeys(DATA, f"*{logits}") | dict.fromkeys(("scale", "epsilon"), "fp32")
+    types |= dict.fromkeys(INDICES, "*i64") | dict.fromkeys(("seed_low", "seed_high"), "i64")
     constants = constants or {"ENTROPY": entropy, "BLOCK": block}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
 
@@ -54,7 +60,7 @@ def measure(kernel, logits: str, entropy: bool, block: int, warps: int, **consta
         sum(int(jump[1], 16) <= at <= end for at, _ in code) for end, jump in jumps if jump and int(jump[1], 16) < end
     ]
     return {
-        "registers": registers, "stack": stack, "local": local,
+        "registers": registers, "shared": compiled.metadata.shared, "stack": stack, "local": local,
         "spills": sum("LDL" in text or "STL" in text for _, text in code),
         "per_element": max(loops) / (block / (warps * 32)) if loops else None,
     }  # fmt: skip
@@ -74,5 +80,38 @@ def main() -> None:
     }))  # fmt: skip
 
 
+def main_decode() -> None:
+    """The shapes of Llama 7B and 70B, and what they leave out."""
+    found = {}
+    for kind, size in (("bf16", 2), ("fp32", 4)):
+
+        def add(name: str, kernel, warps: int, kind=kind, **constants) -> None:
+            found[f"{name} {kind}"] = measure(kernel, kind, False, 1, warps, **constants)
+
+        half = kind == "bf16"
+        for heads, channels, turn in ((8, 128, 128), (1, 80, 20), (71, 64, 64)) if half else ((8, 128, 128),):
+            lanes = {
+                "LANES": channels, "HALF_LANES": turn // 2, "REST_LANES": max(channels - turn, 1), "HEADS": heads
+            }  # fmt: skip
+            add(f"rotate {heads} x {channels}, {turn} turn", decode.rotate_and_store_kernel,
+                decode.rotate_warps(heads, turn // 2), HALF=turn // 2, SIZE=channels,
+                **{name: triton.next_power_of_2(value) for name, value in lanes.items()})  # fmt: skip
+        shapes = [(1, 64, 1), (8, 80, 8), (8, 128, 1), (8, 128, 8), (71, 64, 8), (8, 256, 8)]
+        for heads, channels, splits in shapes if half else shapes[3:]:
+            lanes = triton.next_power_of_2(channels)
+            add(f"attend {heads} x {channels}, {splits} parts", decode.attend_kernel,
+                decode.attend_warps(heads, lanes), SIZE=channels, LANES=lanes, HEADS=decode.rows_for(heads),
+                BLOCK=decode.BLOCKS[size], SPLITS=splits, STAGES=decode.ATTEND_STAGES)  # fmt: skip
+        add("join", decode.join_kernel, 4, SIZE=128, LANES=128, SPLITS=decode.MOST_PARTS)
+        for lanes in (4096, 16384) if half else (16384,):
+            for rms in (True, False):
+                add(f"{'RMS' if rms else 'layer'} norm of {lanes}", decode.add_norm_kernel, decode.norm_warps(lanes),
+                    HAS_BIAS=not rms, RMS=rms, CENTRED=rms, LANES=lanes)  # fmt: skip
+        for name in ("silu", "gelu") if half else ():
+            add(name, decode.activate_kernel, decode.ACTIVATE_WARPS, ACTIVATION=name, GATED=True, HAS_BIAS=True,
+                ROUNDS=name == "gelu", BLOCK=decode.ACTIVATE_BLOCK)  # fmt: skip
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    main()
+    main_decode() if sys.argv[1:] == ["decode"] else main()

@@ -54,6 +54,7 @@ COLLECTIVES = (
     "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
+SPLITS = "input_split_sizes", "output_split_sizes"  # megatron's dispatcher of experts gives tensors
 BATCH = "batch_isend_irecv"
 BOTH_WAYS_BY_DESIGN = "megatron/core/pipeline_parallel/p2p_communication.py", "_p2p_ops"
 PACKAGES = ("torch.distributed", "megatron", "megarlhf", "tests")
@@ -73,6 +74,7 @@ class Call:
     function: tuple[str, str]  # the caller: (file, name)
     peer: int | None = None  # of a message
     batch: int | None = None  # messages of one batch have one number
+    own: str = ""  # what this rank gives to an all-to-all, as in `what`: ranks may give different numbers of elements
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ class _Recorder:
             way = "dst" if MESSAGES[name] == "send" else "src"
             tensor = next(iter(arguments.values()))
             return [self._message(MESSAGES[name], group, tensor, _peer(group, arguments, way))]
-        self._add(Call(name, _group_name(group), _ranks(group), _describe(name, group, arguments), *_place()))
+        own = _tensors([_given(arguments)[1]]) if name == "all_to_all_single" else ""
+        what = _describe(name, group, arguments)
+        self._add(Call(name, _group_name(group), _ranks(group), what, *_place(), own=own))
         return []
 
     def _batch(self, operations: list[dist.P2POp]) -> list[int]:
@@ -224,11 +228,11 @@ def _peer(group: dist.ProcessGroup, arguments: dict[str, Any], way: str) -> int 
 
 def _describe(name: str, group: dist.ProcessGroup, arguments: dict[str, Any]) -> str:
     """What has to be the same on all ranks."""
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor) or _is_list(value)]
+    tensors = _given(arguments)
     if name in ("gather", "scatter"):
         tensors = tensors[:1]  # the root alone has the list
     # Parts of different sizes are allowed where the caller gives their sizes.
-    own_sizes = name == "all_to_all" or any(arguments.get(f"{way}_split_sizes") for way in ("input", "output"))
+    own_sizes = name == "all_to_all" or any(arguments.get(key) is not None for key in SPLITS)
     words = [_tensors(tensors, shapes=not own_sizes)]
     if "op" in arguments or name.startswith(("all_reduce", "reduce")):
         words.append(_operation(arguments.get("op", dist.ReduceOp.SUM)))
@@ -236,6 +240,12 @@ def _describe(name: str, group: dist.ProcessGroup, arguments: dict[str, Any]) ->
         if way in arguments or f"group_{way}" in arguments:
             words.append(f"{way} {_peer(group, arguments, way)}")
     return " ".join(filter(None, words))
+
+
+def _given(arguments: dict[str, Any]) -> list[Any]:
+    """The tensors, and lists of them, that a call is about."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or _is_list(value)}
+    return [value for name, value in tensors.items() if name not in SPLITS]
 
 
 def _is_list(value: Any) -> bool:

@@ -21,7 +21,12 @@ def response_logits(engine: Engine, rows: Sequences) -> Tensor:
     states = engine.forward(rows, with_states=True)["states"]
     outputs = {}
     if engine.topology.last_stage:
-        logits = kernels.linear_logits(states.flatten(0, 1), engine.modules[-1].head_weight())
+        model = engine.modules[-1]
+        architecture = model.architecture
+        logits = (
+            kernels.linear_logits(states.flatten(0, 1), model.head_weight(), softcap=architecture.logit_softcap)
+            / architecture.logit_divisor
+        )
         outputs["logits"] = logits.unflatten(0, states.shape[:2])
     return engine._from_last_stage(outputs)["logits"]
 

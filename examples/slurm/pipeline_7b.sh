@@ -8,8 +8,8 @@
 #     sft:data.train=/data/sft.jsonl reward:data.train=/data/pairs.jsonl ppo:prompts.path=/data/prompts.jsonl
 #
 # convert -> SFT -> reward model -> PPO. Flags and keys are for the three jobs that train. The prefix sft:, reward: or
-# ppo: restricts a key to one of them. The prefix convert: gives the options --ignore and --dtype of tools.convert to the
-# conversion. Each job waits until the job before it has completed. If a job fails or is cancelled, Slurm cancels the
+# ppo: restricts a key to one of them. The prefix convert: gives the options --ignore and --dtype of megarlhf convert to
+# the conversion. Each job waits until the job before it has completed. If a job fails or is cancelled, Slurm cancels the
 # later jobs. Site settings come from SBATCH_ACCOUNT, SBATCH_PARTITION, ...
 set -euo pipefail
 if [ ! -f "${1:-}/config.json" ]; then
@@ -54,7 +54,7 @@ train() {
 }
 
 convert=$(sbatch --parsable --job-name=convert_7b --nodes=1 --ntasks=1 --cpus-per-task=8 --time=2:00:00 \
-  --output=%x-%j.log --wrap "$(printf '%q ' "$python" -m tools.convert hf2megatron "$source" models/base_7b ${options[@]+"${options[@]}"})")
+  --output=%x-%j.log --wrap "$(printf '%q ' "$python" -m megarlhf convert hf2megatron "$source" models/base_7b ${options[@]+"${options[@]}"})")
 sft=$(train sft "$convert" model.checkpoint=models/base_7b)
 reward=$(train reward "$sft" model.checkpoint=runs/sft_7b)
 ppo=$(train ppo "$reward" model.checkpoint=runs/sft_7b)

@@ -119,6 +119,7 @@ def make_experience(
         tokens=rollout.tokens,
         mask=mask,
         segments=rollout.segments,
+        experts=rollout.experts,
         prompt_len=rollout.prompt_len,
         logprobs=signals.logprobs,
         values=signals.values,

@@ -32,7 +32,7 @@ GROUPED = ("rloo", "grpo", "dr_grpo", "gdpo")
 class ReinforceConfig(PolicyLossConfig):
     """The options of policy gradients without a critic."""
 
-    # s: a response's score less, with the KL in the reward, its penalty
+    # s: a response's score less, with the KL in the reward, its penalty.
     # reinforce: the discounted rewards from a token on, less the baseline; rloo: s - the mean of the group's others;
     # grpo: (s - the group's mean) / (its standard deviation + eps); dr_grpo: s - the group's mean; gdpo: grpo of each
     # source, weighted and added; remax: s - that of the greedy response
@@ -142,6 +142,7 @@ def make_experience(
         tokens=rollout.tokens,
         mask=mask,
         segments=rollout.segments,
+        experts=rollout.experts,
         prompt_len=rollout.prompt_len,
         logprobs=signals.logprobs,
         advantages=advantages,

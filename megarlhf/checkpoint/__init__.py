@@ -27,7 +27,7 @@ from megarlhf.checkpoint import checksums, steps
 from megarlhf.checkpoint.checksums import Checksum
 from megarlhf.checkpoint.loading import Saveable, inspect, load, reason
 from megarlhf.checkpoint.steps import LATEST, STATE, read_state
-from megarlhf.cluster import lease, watchdog
+from megarlhf.cluster import lease, residency, watchdog
 from megarlhf.config import UserError
 
 __all__ = ["LATEST", "STATE", "CheckpointConfig", "Checkpoints", "Saveable", "inspect", "load", "read_state"]
@@ -43,20 +43,37 @@ class CheckpointConfig:
     every: int = 100  # steps between saves; the last step is always saved
     keep: int = 2  # newest complete checkpoints to keep
     asynchronous: bool = False  # write in the background while training goes on
+    # Go on from the checkpoint of this step (`--step N`). What the run did after it is set aside in RUN/after_step_N. A
+    # job that Slurm or torchrun restarts goes back once, then on from its own checkpoints.
+    step: int | None = None
+    # Each checkpoint also as RUN/hf/step_N for transformers, with its tokenizer; removed with its checkpoint.
+    export_hf: bool = False
     resume: bool = True  # continue from `latest` when the run directory has one; false refuses a used directory
 
     def __post_init__(self):
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.step is not None and self.step < 1:
+            raise ValueError(f"step: must be at least 1, not {self.step}; to begin anew give another run directory")
+        if self.step is not None and not self.resume:
+            raise ValueError("step: goes on with a run, and resume is false; remove one of them")
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. `save` and `load` are collective."""
+    """The checkpoints of one run directory. `save` and `load` are collective. `say`: tells the user; `after`: called
+    with each step directory once it is published, collective."""
 
-    def __init__(self, run: Path, config: CheckpointConfig):
+    def __init__(
+        self,
+        run: Path,
+        config: CheckpointConfig,
+        *,
+        say: Callable[[str], None] = lambda message: None,
+        after: Callable[[Path], None] = lambda step_directory: None,
+    ):
         self.directory = run / "checkpoints"
-        self.config = config
+        self.config, self.say, self.after = config, say, after
         self.seconds = 0.0  # how long the last save took until it was published
         self._queue = None
         self._pending: Callable[[], None] | None = None
@@ -83,6 +100,7 @@ class Checkpoints:
         """
         self.finish()
         watchdog.phase("save", step)
+        residency.enter("save")
         started = time.monotonic()
         final = steps.path_of(self.directory, step)
         partial = final.with_name(final.name + steps.PARTIAL)
@@ -92,9 +110,11 @@ class Checkpoints:
                 for name in models:
                     (partial / name).mkdir(parents=True)
             dist.barrier()
-            saves = {
-                name: _save_sharded(model, partial / name, self.config.asynchronous) for name, model in models.items()
-            }
+            saves = {}
+            for name, model in models.items():
+                with model.present():
+                    request, saves[name] = _save_sharded(model, partial / name, self.config.asynchronous)
+                    self._schedule(request)
 
         def publish() -> None:
             dist.barrier()  # every rank's files are written
@@ -103,9 +123,7 @@ class Checkpoints:
                     write_files(partial)
                     (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1) + "\n")
                     written = {
-                        f"{name}/{file}": checksum
-                        for name, (_, found) in saves.items()
-                        for file, checksum in found.items()
+                        f"{name}/{file}": checksum for name, found in saves.items() for file, checksum in found.items()
                     }
                     own_hash = checksums.write(partial, written)
                     steps.sync_tree(partial)
@@ -113,17 +131,25 @@ class Checkpoints:
                     steps.publish(partial, final, own_hash)
                     steps.retire(final, self.config.keep)
             dist.barrier()
+            if dist.get_rank() == 0:
+                size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+                self.say(f"step {step}: saved {final} ({size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s)")
+            self.after(final)
             self.seconds = time.monotonic() - started
 
         if not self.config.asynchronous:
             publish()
             return
+        self._pending = publish
+
+    def _schedule(self, request: Any) -> None:
+        """Begin the background write of an asynchronous save, with copies of the tensors."""
+        if not self.config.asynchronous:
+            return
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._queue = self._queue or AsyncCallsQueue(persistent=False)
-        for request, _ in saves.values():
-            self._queue.schedule_async_request(request)
-        self._pending = publish
+        self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
         """Publish a background save that has finished. Collective and cheap; call once a step."""

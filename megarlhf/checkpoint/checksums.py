@@ -194,3 +194,18 @@ def _of(path: Path) -> Checksum:
         while count := file.readinto(block):
             digest.update(block[:count])
         return Checksum(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+def weights_of(directory: Path) -> str | None:
+    """A hash of a model's weights, from its checksums; None if it has none."""
+    found = find(directory)
+    if found is None:
+        return None
+    root, files = found
+    inside = directory.resolve()
+    own = {
+        str((root / name).relative_to(inside)): value.sha256
+        for name, value in files.items()
+        if inside in (root / name).parents
+    }
+    return hashlib.sha256(json.dumps(sorted(own.items())).encode()).hexdigest()

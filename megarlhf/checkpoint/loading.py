@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megarlhf import console
 from megarlhf.checkpoint import checksums, pickles
 from megarlhf.cluster import watchdog
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
+
+Select = Callable[[str], bool]  # weights by name
 
 
 class Saveable(Protocol):
@@ -22,9 +26,11 @@ class Saveable(Protocol):
     topology: Topology
 
     def sharded_state(
-        self, *, loading: bool, weights_only: bool = False, fresh: tuple[str, ...] = ()
+        self, *, loading: bool, weights_only: bool = False, only: Select | None = None
     ) -> dict[str, Any]: ...
-    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, fresh: tuple[str, ...]) -> None: ...
+    # what is kept in host memory is on the device meanwhile; `written`: and changes
+    def present(self, *, written: bool = False) -> AbstractContextManager[None]: ...
+    def load_sharded_state(self, state: dict[str, Any], *, weights_only: bool, only: Select | None) -> None: ...
 
 
 def inspect(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -60,10 +66,12 @@ def inspect(directory: Path) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[str, ...] = ()) -> None:
+def load(
+    model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[str, ...] = (), only: Select | None = None
+) -> None:
     """Read a model directory into `model`, written in any layout. Collective. `weights_only`: without the optimizer
-    and the count of updates. Weights whose names begin with one of `fresh` are not read: a new head on a trained
-    trunk.
+    and the count of updates. Only the weights that `only` admits are read (default: those that the model's checkpoints
+    hold), and none whose names begin with one of `fresh`: a new head on a trained trunk.
 
     Raises UserError, on all ranks alike, for a damaged file, and when the files do not hold what the model needs.
     """
@@ -77,16 +85,23 @@ def load(model: Saveable, directory: Path, *, weights_only: bool, fresh: tuple[s
     watchdog.phase("check files")
     verify_files(directory)
     watchdog.phase("load")
-    state = model.sharded_state(loading=True, weights_only=weights_only, fresh=fresh)
-    try:
-        strategy = FullyParallelLoadStrategyWrapper(strategies.LoadStrategy(), model.topology.groups.dp_cp)
-        loaded = dist_checkpointing.load(state, str(directory), strategy, strategies.LoadCommonStrategy())
-    except UserError:
-        raise
-    # a wrong value in the files can raise many types of errors
-    except (CheckpointException, CheckpointingException, Exception) as error:
-        raise UserError(f"{directory}: cannot be loaded ({reason(error)}); use another checkpoint")
-    model.load_sharded_state(loaded, weights_only=weights_only, fresh=fresh)
+    if fresh:
+        admitted = only
+
+        def only(name: str) -> bool:
+            return not name.startswith(fresh) and (admitted is None or admitted(name))
+
+    with model.present(written=True):
+        state = model.sharded_state(loading=True, weights_only=weights_only, only=only)
+        try:
+            strategy = FullyParallelLoadStrategyWrapper(strategies.LoadStrategy(), model.topology.groups.dp_cp)
+            loaded = dist_checkpointing.load(state, str(directory), strategy, strategies.LoadCommonStrategy())
+        except UserError:
+            raise
+        # a wrong value in the files can raise many types of errors
+        except (CheckpointException, CheckpointingException, Exception) as error:
+            raise UserError(f"{directory}: cannot be loaded ({reason(error)}); use another checkpoint")
+        model.load_sharded_state(loaded, weights_only=weights_only, only=only)
 
 
 def verify_files(directory: Path) -> None:
@@ -98,7 +113,7 @@ def verify_files(directory: Path) -> None:
         try:
             inspect(directory)
             if checksums.find(directory) is None:
-                print(f"  {checksums.missing(directory)}", file=sys.stderr)
+                console.say(f"  {checksums.missing(directory)}")
         except UserError as error:
             failure = str(error)
     raise_together(failure)

@@ -31,6 +31,20 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
+def number(step_directory: Path) -> int:
+    """The step of a step directory, by its name."""
+    return int(_NAME.match(step_directory.name)[1])
+
+
+def given(directory: Path, step: int) -> Path:
+    """The complete step directory of `step`. Raises UserError, with those that there are."""
+    path = path_of(directory, step)
+    if found := _whole(path):
+        return found
+    steps = ", ".join(str(number(path)) for path in complete(directory)) or "none"
+    raise UserError(f"checkpoint.step: {directory} has no complete checkpoint of step {step}; there are: {steps}")
+
+
 def complete(directory: Path) -> list[Path]:
     """The complete step directories, from the oldest on."""
     found = [(int(match[1]), path) for path in directory.glob("step_*") if (match := _NAME.fullmatch(path.name))]
@@ -107,6 +121,11 @@ def publish(partial: Path, final: Path, own_hash: str) -> None:
     os.replace(partial, final)
     _point(final.parent, f"{final.name}\n{own_hash}\n")
     remove(aside)
+
+
+def point(step_directory: Path) -> None:
+    """Let `latest` name a complete step directory."""
+    _point(step_directory.parent, f"{step_directory.name}\n{checksums.own(step_directory) or ''}\n")
 
 
 def _point(directory: Path, text: str) -> None:

@@ -14,10 +14,9 @@ import os
 
 import torch
 
-from megarlhf.cluster import cuda, fused_adam, operations
+from megarlhf.cluster import cuda, fused_adam, operations, weight_gradients
 from megarlhf.cluster.device import (  # noqa: F401 (this module's names, too)
     device,
-    fuses_wgrad,
     loading,
     memory,
     on_cuda,
@@ -31,6 +30,7 @@ from megarlhf.cluster.process_group import join, open_store, timeout  # noqa: F4
 def install() -> None:
     """Make megatron-core importable and runnable here. Idempotent; must precede the first import of megatron."""
     cuda.hide_unusable(on_cuda())
+    weight_gradients.install()
     if on_cuda():
         # NVIDIA's images turn TF32 on. Its float32 products have 10 bits: sampler and trainer would not agree.
         torch.set_float32_matmul_precision("highest")
@@ -53,6 +53,17 @@ def lean_imports() -> contextlib.AbstractContextManager[None]:
     return lean_imports()
 
 
+def remarks(dtype: torch.dtype, key: str) -> list[str]:
+    """What a user should know about models of `dtype` on this device; `key`: what sets the dtype."""
+    if on_cuda() or dtype == torch.float32:
+        return []
+    from megarlhf.cpu.speed import bf16_to_fp32
+
+    times = bf16_to_fp32()
+    figure = f"{times:.1f} times the time of fp32 here" if times >= 1.05 else "on this one as fast as fp32, or faster"
+    return [f"{key}: bf16 is slow on most CPUs, {figure}; on a CPU, {key}=fp32 is the usual choice"]
+
+
 def describe(dtype: torch.dtype) -> dict[str, str]:
     """What was chosen for models of `dtype`, for the start-up banner."""
     import megatron.core.optimizer
@@ -71,6 +82,6 @@ def describe(dtype: torch.dtype) -> dict[str, str]:
         "layers": "transformer-engine" if uses_transformer_engine(dtype) else "megatron local",
         "attention": "scaled_dot_product_attention",
         "adam": f"{megatron.core.optimizer.Adam.__module__.partition('.')[0]} FusedAdam",
-        "gradient accumulation": "fused" if fuses_wgrad() else "autograd",
+        "gradient accumulation": f"fused, {weight_gradients.kind()}",
         **environment,
     }

@@ -1,9 +1,15 @@
-"""Steps recorded as CUDA graphs: a decode step launches hundreds of small kernels, which takes longer than they run."""
+"""Steps recorded as CUDA graphs: a decode step launches hundreds of small kernels, which takes longer than they run.
+
+What a recorded step allocates comes from a pool of its own, whose memory no one else can use. Steps that are recorded
+`together` share one pool, so that it is as large as the largest of them needs. That is right for steps that run one
+after the other on one stream, in any order, and allocate nothing that is read after their end: their results go into
+tensors that were there before."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,6 +19,21 @@ from megarlhf.cluster.device import on_cuda
 def captures() -> bool:
     """Whether `captured` records: then the tensors of its step must keep their addresses."""
     return on_cuda()
+
+
+_pool: tuple[int, int] | None = None  # of the steps that are recorded together
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """The steps that are given to `captured` within the context share a pool. torch frees it with the last of their
+    graphs, and does not take it again: steps that come later need a new context."""
+    global _pool
+    _pool = torch.cuda.graph_pool_handle() if on_cuda() else None
+    try:
+        yield
+    finally:
+        _pool = None
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
@@ -29,9 +50,9 @@ def _warm_up_stream() -> torch.cuda.Stream:
 
 class _Captured:
     def __init__(self, step: Callable[[], None]):
-        self.step = step
+        self.step, self.pool = step, _pool
         self.calls = 0
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
         self.calls += 1
@@ -44,6 +65,7 @@ class _Captured:
             return
         if self.calls == 3:
             # thread_local: NCCL's watchdog thread queries events meanwhile
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
                 self.step()
         self.graph.replay()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -68,10 +67,3 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return HAVE_TE
-
-
-@functools.cache
-def fuses_wgrad() -> bool:
-    """Whether linear layers add their weights' gradients to `main_grad` inside the GEMM: apex's kernel does, and so
-    does its replacement on a CPU."""
-    return not on_cuda() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

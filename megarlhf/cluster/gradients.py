@@ -10,6 +10,7 @@ from megarlhf.cluster import backend
 
 _memory: dict[torch.dtype, torch.UntypedStorage] = {}
 _sizes: dict[torch.dtype, int] = {}  # bytes that the largest model needs
+_in_use = False
 
 
 def share(chunks: list[DistributedDataParallel]) -> None:
@@ -34,6 +35,8 @@ def share(chunks: list[DistributedDataParallel]) -> None:
 
 def allocate() -> None:
     """Before an update: allocate the shared buffer. Its contents are undefined."""
+    global _in_use
+    _in_use = True
     for dtype, storage in _memory.items():
         if storage.nbytes() < _sizes[dtype]:
             storage.resize_(_sizes[dtype])
@@ -41,7 +44,14 @@ def allocate() -> None:
 
 def free() -> None:
     """After an update: free the shared buffer. A CPU keeps it, since the page faults of a new one cost time."""
+    global _in_use
+    _in_use = False
     if not backend.on_cuda():
         return
     for storage in _memory.values():
         storage.resize_(0)
+
+
+def resident() -> int:
+    """Bytes of the shared buffer that are in use."""
+    return sum(storage.nbytes() for storage in _memory.values()) if _in_use else 0

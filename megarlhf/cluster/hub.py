@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megarlhf import console
 from megarlhf.cluster import channel, lease, probe, slurm
 from megarlhf.cluster.channel import Channel, Lines
 from megarlhf.cluster.diagnosis import Seen, diagnosis, name_ranks, parse_beat
@@ -29,6 +30,7 @@ from megarlhf.cluster.slurm import JobConfig
 GRACE = 2.0  # seconds that rank 0 waits for a better explanation than "I lost a peer"
 ERROR, FAILURE = 2, 1  # exit statuses: the user's mistake, anything else
 FIRST_WORD = 10.0  # seconds in which a connection proves that it is a rank
+FIRST_NOTE = 60.0  # seconds until the log names the ranks that have not come; again when the time has doubled
 PROBE_SECONDS = 5.0  # for a node to answer, when connections between nodes are checked
 _SPARE = 64  # connections without proof, beyond one a rank
 
@@ -79,6 +81,7 @@ class Hub(threading.Thread):
         self.errors: list[tuple[int, str, int, bool]] = []  # rank, message, status, of a peer
         self.gone: list[tuple[int, str | None]] = []  # rank, and what the network says if not the rank's own machine
         self.trouble: float | None = None  # when the first of them came
+        self.next_note = FIRST_NOTE
         self.places: dict[int, probe.Place] = {}
         self.unreached: dict[int, list[str]] = {}
         self.closing = threading.Event()
@@ -102,6 +105,8 @@ class Hub(threading.Thread):
         try:
             while not self.closing.is_set():
                 self.pump(self.interval if self.trouble is None else GRACE / 4)
+                if note := self.note(self.clock.seconds):
+                    say(note)
                 verdict = self.verdict(self.clock.seconds)
                 if verdict is not None and not self.closing.is_set():
                     self.end(*verdict)
@@ -272,12 +277,11 @@ class Hub(threading.Thread):
             what = "a connection between ranks broke"
             beat = self.seen[rank].beat if rank in self.seen else None
             return message + self.cut_ways(), status, what, f"{what} {beat.when}" if beat else what
-        missing = [rank for rank, seen in self.seen.items() if seen.beat is None]
+        missing = self.missing()
         if missing and now > 60 * self.job.join_minutes:
-            text = slurm.incomplete_nodes(seen.beat.node for seen in self.seen.values() if seen.beat)
             return (
-                f"megarlhf: error: {name_ranks(missing)} did not come within {self.job.join_minutes:g} minutes{text}; "
-                "look for their own messages, or at these nodes"
+                f"megarlhf: error: {name_ranks(missing)} did not come within {self.job.join_minutes:g} minutes"
+                f"{self.incomplete_nodes()}; look for their own messages, or at these nodes"
             ), ERROR, f"{name_ranks(missing)} did not come", "ranks did not come"  # fmt: skip
         if not missing and any(now - seen.moved > self.timeout - self.interval for seen in self.seen.values()):
             text, lagging = diagnosis(self.seen, now, 4 * self.interval)
@@ -286,6 +290,24 @@ class Hub(threading.Thread):
             when = self.seen[lagging[0]].beat.when
             return f"megarlhf: {text}", FAILURE, f"no progress; {name_ranks(lagging)} lagged", f"no progress {when}"
         return None
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come yet."""
+        return [rank for rank, seen in self.seen.items() if seen.beat is None]
+
+    def incomplete_nodes(self) -> str:
+        return slurm.incomplete_nodes(seen.beat.node for seen in self.seen.values() if seen.beat)
+
+    def note(self, now: float) -> str | None:
+        """A line for the log, when it is time for one, while ranks have not come: a start from a new image may take
+        minutes, and a node that is down as long as that until the job ends."""
+        if now < self.next_note or not (missing := self.missing()):
+            return None
+        self.next_note = 2 * now
+        return (
+            f"megarlhf: {name_ranks(missing)} of {len(self.seen)} have not come after {now / 60:.3g} minutes"
+            f"{self.incomplete_nodes()}; waiting for them until {self.job.join_minutes:g} (job.join_minutes)"
+        )
 
     def cut_ways(self) -> str:
         """Which nodes cannot reach each other now, for a message; "" if there are none. The first rank of every node
@@ -343,7 +365,8 @@ def request_requeue(reason: str, job: JobConfig, directory: Path, failure: str |
 
 def say(text: str) -> None:
     """Print a last message, if anything reads standard error; a full pipe must not keep the process from leaving."""
-    attempt(lambda: print(f"\n{text}", file=sys.stderr, flush=True))  # a line of its own: the progress bar's is open
+    start = "\n" if console.on_terminal() else ""  # a line of its own: the progress bar's is open
+    attempt(lambda: print(f"{start}{text}", file=sys.stderr, flush=True))
 
 
 def _allow_files(count: int) -> None:

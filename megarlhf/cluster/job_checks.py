@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megarlhf import console
 from megarlhf.cluster import backend, probe
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.config import UserError
@@ -99,9 +99,9 @@ def compare(rendezvous: Rendezvous, config: str) -> None:
         seconds = time.monotonic() - started
         figures = ", ".join(f"{name} {1e3 * _usual(rounds[-1], key):.2f} ms" for key, name in SPEEDS.items())
         nodes = len({fact.node for fact in facts})
-        print(f"  preflight: {len(facts)} ranks on {nodes} nodes in {seconds:.1f} s; {figures}", file=sys.stderr)
+        console.say(f"  preflight: {len(facts)} ranks on {nodes} nodes in {seconds:.1f} s; {figures}")
         for remark in remarks:
-            print(f"  preflight: {remark}", file=sys.stderr, flush=True)
+            console.say(f"  preflight: {remark}")
 
 
 def judge(facts: list[Facts]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf import config
+from megarlhf import config, console
 from megarlhf.config import UserError
 
 NAME = "lease.json"
@@ -309,4 +308,4 @@ def _clock() -> float:
 
 
 def _say(message: str) -> None:
-    print(f"  {message}", file=sys.stderr, flush=True)
+    console.say(f"  {message}")

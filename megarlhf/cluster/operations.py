@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megarlhf.cluster.device import on_cuda
+from megarlhf.kernels import capped, decode
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -41,6 +42,20 @@ def normalize(
     return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)
 
 
+def normalize_sum(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+    norm_bias: torch.Tensor | None, config: TransformerConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(x + bias + residual, `normalize` of it) where no gradient is needed, [..., H] each. x may be overwritten."""
+    if fused := decode.fused_for(x):
+        return fused.add_norm(
+            x, bias, residual, weight, norm_bias, epsilon=config.layernorm_epsilon,
+            zero_centred=config.layernorm_zero_centered_gamma,
+        )  # fmt: skip
+    total = (x if bias is None else x.add_(bias)).add_(residual)
+    return total, normalize(total, weight, norm_bias, config)
+
+
 def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows of weight [V, H]. On CPU a gradient goes straight to `weight.main_grad`; on a GPU the order in which rows
     are added there would not be the same every time."""
@@ -57,14 +72,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *,
+    softcap: float | None = None, **options,
+) -> torch.Tensor:  # fmt: skip
     """torch's scaled_dot_product_attention of query [B, heads, Q, D] over key and value [B, groups, S, D], with `mask`
-    (True: is seen; or a number that is added to the scores) or, without one, causal. `options` go to it.
+    (True: is seen; or a number that is added to the scores) or, without one, causal. `options` go to it. With `softcap`
+    it is `capped.attend`.
 
     A mask on a GPU (torch <= 2.13): cuDNN's kernel, the default on Hopper, gives NaN gradients for some lengths and low
     scores; and no fused kernel knows mask and groups together, nor groups in 32 bits, so that keys and values are
     repeated."""
+    if softcap is not None:
+        return capped.attend(query, key, value, mask, softcap=softcap, **options)
     repeats = query.shape[1] // key.shape[1]
     if on_cuda():
         torch.backends.cuda.enable_cudnn_sdp(mask is None)

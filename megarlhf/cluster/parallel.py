@@ -27,8 +27,8 @@ class ParallelConfig:
     distributed_optimizer: bool = True  # shard optimizer states and fp32 weights over the data-parallel ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the backward pass still runs
     overlap_param_gather: bool = False  # gather weights while the next forward pass runs (distributed optimizer)
-    context: int = 1
-    expert: int = 1
+    context: int = 1  # context parallelism: only 1 is supported
+    expert: int = 1  # ranks that share a layer's experts, each with whole ones: of tensor x data-parallel ranks
 
     def __post_init__(self):
         for name in ("tensor", "pipeline", "context", "expert"):
@@ -36,8 +36,6 @@ class ParallelConfig:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.context != 1:
             raise ValueError("context: context parallelism is not supported yet; set it to 1")
-        if self.expert != 1:
-            raise ValueError("expert: expert parallelism is not supported yet; set it to 1")
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence: splits the sequence over tensor-parallel ranks; set tensor > 1 or sequence: false"
@@ -72,6 +70,11 @@ class ParallelConfig:
             raise UserError(
                 f"parallel: {world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} "
                 f"= {self.model}; start a multiple of {self.model} ranks or change the sizes"
+            )
+        if (world_size // self.pipeline) % self.expert:
+            raise UserError(
+                f"parallel.expert: the {world_size // self.pipeline} ranks of a pipeline stage cannot be divided by "
+                f"{self.expert}; start other ranks or change the size"
             )
         return world_size // self.model
 
@@ -120,6 +123,8 @@ def start(parallel: ParallelConfig) -> Topology:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,  # experts are never cut (models/experts.py)
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         # Megatron gathers some kinds of checkpoints over gloo, which we do not use. On GPUs gloo can fail to connect.
         create_gloo_process_groups=False,

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarlhf import config
+from megarlhf import config, console
 from megarlhf.cluster import backend, launch, signals
 from megarlhf.config import UserError
 
@@ -43,7 +42,9 @@ class JobConfig:
     margin_minutes: float = 3.0  # to spare at the job's end, beyond the longest recent step and save
     max_requeues: int = 100  # by the run itself; Slurm's own, after a node failure, count too
     hang_minutes: float = 30.0  # no progress for this long ends the run; longer than any phase of a healthy step
-    join_minutes: float = 5.0  # between the first and the last rank's start
+    # Between the first and the last rank's start. From a new image some nodes import for minutes longer than others.
+    # From the first minute on the log names the ranks that have not come.
+    join_minutes: float = 15.0
 
     def __post_init__(self):
         for name in ("margin_minutes", "max_requeues"):
@@ -99,7 +100,7 @@ class Job:
             reason = "the job's end is near, or USR1 came" if self.why == signals.REQUEUE else "TERM came"
             after = request_requeue(reason, self.config) if requeued else "\n  it goes on when it is started again"
             text = f"megarlhf: {reason}: saved and left after step {step} of {total}{after}"
-            print(f"\n{text}", file=sys.stderr, flush=True)  # on a line of its own: the progress bar's is open
+            console.say(text)
         raise SystemExit(0 if requeued else TEMPORARY_FAILURE)
 
 

@@ -14,7 +14,7 @@ from megarlhf.cpu import shared_memory
 
 READERS = 4  # ranks of an all-reduce in shared memory; each reads all of every other's, and for more gloo moves less
 
-_all_reduce = dist.all_reduce
+_all_reduce, _all_to_all_single = dist.all_reduce, dist.all_to_all_single
 
 
 class _Done:
@@ -74,6 +74,16 @@ def all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool 
         return _all_reduce(tensor, op, group, async_op)
     shared.all_reduce(tensor.data.view(-1), shared_memory.REDUCTIONS[op])
     return _Done() if async_op else None
+
+
+def all_to_all_single(
+    output: Tensor, source: Tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op: bool = False
+):
+    """torch.distributed's. Megatron's dispatcher of experts leaves the sizes of the parts in tensors on a CPU."""
+    sizes = (
+        None if given is None else [int(size) for size in given] for given in (output_split_sizes, input_split_sizes)
+    )
+    return _all_to_all_single(output, source, *sizes, group=group, async_op=async_op)
 
 
 def _rounds(count: int, rank: int) -> Iterator[tuple[int, int]]:

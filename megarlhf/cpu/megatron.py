@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import warnings
 
 import torch
@@ -25,7 +24,7 @@ def install() -> None:
     dist.all_gather_into_tensor = collectives.all_gather_into_tensor  # megatron binds them when it is imported
     dist.reduce_scatter_tensor = collectives.reduce_scatter_tensor
     dist.all_reduce = collectives.all_reduce
-    sys.modules["fused_weight_gradient_mlp_cuda"] = operations  # apex's place
+    dist.all_to_all_single = collectives.all_to_all_single
     with lean_imports():  # megatron decorates functions with torch.compile while it is imported
         import megatron.core.jit
         import megatron.core.models.gpt.gpt_layer_specs

@@ -1,4 +1,4 @@
-"""What Transformer Engine and apex fuse on a GPU, for float32 on a CPU, in few passes over memory and few calls.
+"""What Transformer Engine fuses on a GPU, for float32 on a CPU, in few passes over memory and few calls.
 
 Measured at 704 tokens x 256 channels, forward and backward: `rms_norm` and `rotate` take 0.5 and 0.6 of the time of the
 chains of torch operations that they stand for.
@@ -81,12 +81,6 @@ def _is_intel() -> bool:
     with contextlib.suppress(OSError):  # Linux only
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     return False
-
-
-def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """main_grad [out, in] += grad_output^T [out, N] @ total_input [N, in]. Megatron knows apex's function by this
-    name."""
-    main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
 
 class _RMSNorm(torch.autograd.Function):

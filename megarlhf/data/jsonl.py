@@ -1,54 +1,129 @@
-"""JSONL data files: one object a line. Malformed lines are reported and, up to a fraction, skipped."""
+"""The objects in the lines of data files. Malformed lines are reported and, up to a fraction, skipped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megarlhf.config import UserError, open_file
+from megarlhf.config import UserError
+from megarlhf.data.sources import Reader, Source, Span, check_installed, find
 
 T = TypeVar("T")
-LONGEST = 2**26  # bytes of a line; a longer line is an error
+SHOWN = 3  # lines of a kind that messages name
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Some lines of a source: how many, and the first few."""
+
+    count: int = 0
+    first: tuple[tuple[int, str], ...] = ()  # (number of the line in the source, what is wrong with it or "")
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Lines:
+        numbers = tuple(numbers)
+        return cls(len(numbers), tuple((number, "") for number in numbers[:SHOWN]))
+
+    def __add__(self, other: Lines) -> Lines:
+        return Lines(self.count + other.count, (*self.first, *other.first)[:SHOWN])
+
+    def placed(self, source: Source, starts: tuple[int, ...]) -> Places:
+        shown = (f"{source.place(line, starts)}{reason and ': ' + reason}" for line, reason in self.first)
+        return Places(self.count, tuple(shown))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Some lines of data files: how many, and the first few as "file:line" or "file:line: reason"."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
+
+    def said(self, what: str) -> str:
+        """For a report: their number, `what` happened to them, and the first few; "" without lines."""
+        if not self.count:
+            return ""
+        return f"{self.count} {what} ({', '.join(self.first)}{', ...' if self.count > len(self.first) else ''})"
 
 
 class Records:
-    """One pass over a file. `num_lines` (blank ones not counted) and `bad`, (line number, reason) of the malformed
-    lines, are complete when `read` is exhausted. `max_bad_fraction` None: a program without that key, which refuses
-    any malformed line."""
+    """One pass over the lines of a source, or over those of a `span`. `num_lines` (blank ones not counted), `bad` (the
+    malformed ones) and `starts` (lines before each file; with a span they are given) are complete when `read` is
+    exhausted."""
 
-    def __init__(self, path: str, *, max_bad_fraction: float | None):
-        self.path = path
-        self.max_bad_fraction = max_bad_fraction
-        self.num_lines = 0
-        self.bad: list[tuple[int, str]] = []
+    def __init__(
+        self,
+        name: str | Source,
+        *,
+        span: Span | None = None,
+        starts: tuple[int, ...] | None = None,
+        readers: dict[int, Reader] | None = None,  # the last span's, by the number of the file
+    ):
+        self.source = find(name) if isinstance(name, str) else name
+        check_installed(self.source)
+        self.span, self.starts = span, starts or ()
+        self.num_lines, self.bad = 0, Lines()
+        self._readers = {} if readers is None else readers
 
     def read(self, convert: Callable[[dict[str, Any]], T]) -> Iterator[tuple[int, T]]:
-        """(line number, convert(object)) of every line. A ValueError from `convert` marks the line as malformed. A
-        UserError is about the program's set-up: it is raised again with the line's place in front.
-
-        Raises UserError at the end if more than `max_bad_fraction` of the lines are malformed.
-        """
-        for line, text in _lines(self.path):
-            if not text.strip():
+        """(number of the line in the source, convert(object)) of every line. A ValueError from `convert` marks the line
+        as malformed. A UserError is about the program's set-up: it is raised again with the line's place in front."""
+        for line, given in self._lines():
+            if isinstance(given, bytes) and not given.strip():
                 continue
             self.num_lines += 1
             try:
-                value = convert(_parse(text))
+                if isinstance(given, ValueError):
+                    raise given
+                value = convert(_parse(given) if isinstance(given, bytes) else given)
             except UserError as error:
-                raise UserError(f"{self.path}:{line}: {error}")
+                raise UserError(f"{self.source.place(line, self.starts)}: {error}")
             except ValueError as error:
-                self.bad.append((line, " ".join(str(error).split())[:200]))
+                self.bad += Lines(1, ((line, " ".join(str(error).split())[:200]),))
                 continue
             yield line, value
-        if len(self.bad) > (self.max_bad_fraction or 0) * self.num_lines:
-            line, reason = self.bad[0]
-            if self.max_bad_fraction is None:
-                raise UserError(f"{self.path}:{line}: {reason}; {len(self.bad)} lines are malformed; mend them")
-            raise UserError(
-                f"{self.path}:{line}: {reason}; {len(self.bad)} of {self.num_lines} lines are malformed, more than "
-                f"max_bad_fraction {self.max_bad_fraction:g} allows; mend them or raise it"
-            )
+
+    def _lines(self) -> Iterator[tuple[int, bytes | dict[str, Any] | ValueError]]:
+        if self.span is not None:
+            number = self.span.file
+            if number not in self._readers:
+                for reader in self._readers.values():  # there may be more files than a process may have open
+                    reader.close()
+                self._readers.clear()
+                self._readers[number] = Reader(self.source.files[number])
+            for line, given in self._readers[number].lines(self.span):
+                yield self.starts[number] + line, given
+            return
+        self.starts, line = (), 0
+        for path in self.source.files:
+            self.starts, before = (*self.starts, line), line
+            reader = Reader(path)
+            for number, given in reader.lines(Span()):
+                line = before + number
+                yield line, given
+            reader.close()
+
+
+def read_all(name: str, convert: Callable[[dict[str, Any]], T]) -> Iterator[tuple[int, T]]:
+    """As `Records.read`, for a program that refuses (UserError, at the end) any malformed line."""
+    records = Records(name)
+    yield from records.read(convert)
+    check_bad(records.bad.placed(records.source, records.starts), records.num_lines, None)
+
+
+def check_bad(bad: Places, num_lines: int, most: float | None) -> None:
+    """Refuse (UserError) more malformed lines than the fraction `most`, which max_bad_fraction sets; None: a program
+    without that key, which refuses any."""
+    if bad.count <= (most or 0) * num_lines:
+        return
+    if most is None:
+        raise UserError(f"{bad.first[0]}; {bad.count} lines are malformed; mend them")
+    raise UserError(
+        f"{bad.first[0]}; {bad.count} of {num_lines} lines are malformed, more than max_bad_fraction {most:g} allows; "
+        "mend them or raise it"
+    )
 
 
 def string(row: dict[str, Any], key: str) -> str:
@@ -64,53 +139,14 @@ def string(row: dict[str, Any], key: str) -> str:
     return row[key]
 
 
-def places(path: str, what: str, lines: list[tuple[int, str]]) -> str:
-    """The number of `lines`, (number, reason or ""), `what` happened to them, and the first few; "" without lines."""
-    if not lines:
-        return ""
-    shown = [f"{path}:{line}{reason and ': ' + reason}" for line, reason in lines[:3]]
-    return f"{len(lines)} {what} ({', '.join(shown)}{', ...' if len(lines) > 3 else ''})"
-
-
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each line; as bytes, so that invalid UTF-8 affects its own line only."""
-    with open_file(path, "the examples", "give an existing JSONL file") as file:
-        try:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), start=1):
-                if number == 1:
-                    _refuse_other_formats(path, line)
-                if len(line) == LONGEST:
-                    raise UserError(f"{path}:{number}: a line of more than {LONGEST} bytes; give a JSONL file")
-                yield number, line
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the examples ({error.strerror}); copy the file to another disk")
-
-
-def _refuse_other_formats(path: str, line: bytes) -> None:
-    """Refuse (UserError) files of other formats, recognised by the beginning of their first `line`."""
-    for start, kind, remedy in _FORMATS:
-        if line.startswith(start):
-            raise UserError(f"{path}: is {kind}, not JSONL; {remedy}")
-    if line.strip() == b"[" or line.replace(b" ", b"").startswith(b"[{"):
-        raise UserError(f"{path}:1: is a JSON array, not JSONL; write each object on a line of its own (jq -c '.[]')")
-    if line.strip() == b"{":
-        raise UserError(f"{path}:1: not JSON (an object over several lines); write each on its own line (jq -c .)")
-
-
-_EXPORT = "export it as one JSON object a line"
-_FORMATS = (
-    (b"\x1f\x8b", "compressed by gzip", "unpack it with gunzip"),
-    (b"\xfd7zXZ", "compressed by xz", "unpack it with unxz"),
-    (b"BZh", "compressed by bzip2", "unpack it with bunzip2"),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it with unzstd"),
-    (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
-    (b"PAR1", "a Parquet file", _EXPORT),
-    (b"ARROW1", "an Arrow file", _EXPORT),
-    (b"Obj\x01", "an Avro file", _EXPORT),
-    (b"SQLite format 3", "an SQLite database", _EXPORT),
-    (b"\xff\xfe", "text in UTF-16", "save it as UTF-8"),
-    (b"\xfe\xff", "text in UTF-16", "save it as UTF-8"),
-)
+def dumped(value: Any) -> bytes:
+    """JSON for a value of a line. ValueError for what JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
+    except TypeError as error:  # bytes in a table, say
+        raise ValueError(f"a value that JSON does not have ({error}); write it as text")
+    except ValueError:
+        raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megarlhf.batch import Sequences
 from megarlhf.config import UserError
 from megarlhf.data.files import Part
 from megarlhf.data.sft import Examples
+from megarlhf.data.stored import release
 from megarlhf.stream import shares
 
 
@@ -102,7 +103,7 @@ class Loader:
 
     def num_tokens(self, step: int) -> int:
         """Tokens of global batch `step`, padding not counted."""
-        return int(self.data.lengths[self.rows(step)].sum())
+        return int(self.data.lengths_of(self.rows(step)).sum())
 
     def epoch_batches(self) -> Iterator[Sequences]:
         """Every row once, in the order of the file, for evaluation. The last batch is padded with rows whose mask is
@@ -124,11 +125,13 @@ class Loader:
             (tokens, mask if counts else np.zeros_like(mask), segments)
             for (tokens, mask, segments), counts in zip(parts, real[mine], strict=True)
         ]
-        return Sequences(*padded(parts, self.pad_id))
+        batch = Sequences(*padded(parts, self.pad_id))
+        release()
+        return batch
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:
         """This rank's rows of a global batch: indices into `rows`."""
-        return shares(self.data.lengths[rows], self.dp_size)[self.dp_rank]
+        return shares(self.data.lengths_of(rows), self.dp_size)[self.dp_rank]
 
 
 def padded(

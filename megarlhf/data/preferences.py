@@ -1,4 +1,4 @@
-"""Preferences from JSONL: responses to the same prompt, some better than others.
+"""Preferences: responses to the same prompt, some better than others.
 
 Legend: N tokens of the whole data set, K responses to a prompt, M rows = K x prompts, stored flat as in `sft.Examples`;
 G rows of the global batch, B = G / dp_size rows of this rank.
@@ -16,18 +16,21 @@ import torch
 
 from megarlhf.batch import Comparisons
 from megarlhf.config import UserError
+from megarlhf.data import tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import Turns, encode, turns
-from megarlhf.data.files import Files, Reports, check_files, load_files
-from megarlhf.data.jsonl import Records, places
+from megarlhf.data.files import Files, Reports, RowsConfig, load_files, options_of
+from megarlhf.data.jsonl import Lines, Places, Records
 from megarlhf.data.loader import Loader, rows_of_step
 from megarlhf.data.sft import Examples
 from megarlhf.data.shapes import is_hh
+from megarlhf.data.tables import Recipe, Table
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.stream import shares
 
 
 @dataclass(frozen=True)
-class PreferenceDataConfig:
+class PreferenceDataConfig(RowsConfig):
     """The data of preferences. Every line of a file is a JSON object of one of three kinds:
 
     {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": ...]}: a pair; margin (default 0) is the least difference
@@ -44,15 +47,9 @@ class PreferenceDataConfig:
     response are then equal.
     """
 
-    train: Files  # a file, or a list of files, each a name or {path, weight}
-    validation: str | None = None
     num_responses: int = 2  # K: 2 for pairs, 4 for best-of-4
-    max_length: int = 1024  # tokens, special ones included
-    add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
     chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
-    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
-    prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str = "margin"
@@ -61,12 +58,9 @@ class PreferenceDataConfig:
     ranks_key: str = "ranks"
 
     def __post_init__(self):
-        check_files(self.train, "train")
-        for name in ("num_responses", "max_length"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}: must be at least 2, not {getattr(self, name)}")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
+        super().__post_init__()
+        if self.num_responses < 2:
+            raise ValueError(f"num_responses: must be at least 2, not {self.num_responses}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +80,7 @@ class Preferences(Examples):
 
 @dataclass(frozen=True)
 class PreferenceReport:
-    """The report on a file's lines. `truncated`, `dropped` and `crowded` hold line numbers, `bad` (line number,
-    reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_lines: int  # without blank ones
@@ -95,42 +88,77 @@ class PreferenceReport:
     num_responses: int
     num_tokens: int
     max_length: int
-    truncated: tuple[int, ...]
-    dropped: tuple[int, ...]
-    crowded: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    truncated: Places
+    dropped: Places
+    crowded: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_prompts} prompts x {self.num_responses} responses, {self.num_tokens} tokens",
-            places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
-            places(self.path, "dropped (better and worse responses alike)", [(line, "") for line in self.dropped]),
-            places(self.path, "dropped (the prompt leaves no room)", [(line, "") for line in self.crowded]),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.truncated.said(f"cut to {self.max_length} tokens"),
+            self.dropped.said("dropped (better and worse responses alike)"),
+            self.crowded.said("dropped (the prompt leaves no room)"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
 
 
 def load_preferences(
-    given: Files, tokenizer: Tokenizer, config: PreferenceDataConfig, *, counted: Literal["last", "response"] = "last"
+    given: Files,
+    tokenizer: Tokenizer,
+    config: PreferenceDataConfig,
+    *,
+    counted: Literal["last", "response"] = "last",
+    cache: Cache | None = None,
 ) -> tuple[Preferences, PreferenceReport | Reports]:
-    """The preferences of JSONL files (`config.train` or `config.validation`) and the report on their lines. `counted`:
+    """The preferences of data files (`config.train` or `config.validation`) and the report on their lines. `counted`:
     what the mask marks, the last token, where a reward model's score is read, or the response with its EOS (of messages
-    the assistant's turns).
+    the assistant's turns). `cache`: where they are kept; None: in memory.
 
     Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
     nothing is left of it.
     """
-    return load_files(given, lambda path: _load(path, tokenizer, config, counted))
+    options = options_of(config) | {"counted": counted}
+    recipe = Recipe("preferences", options, lambda records: _read(records, tokenizer, config, counted))
+    return load_files(given, lambda path: _load(path, recipe, tokenizer, config, cache))
 
 
 def _load(
-    path: str, tokenizer: Tokenizer, config: PreferenceDataConfig, counted: Literal["last", "response"]
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: PreferenceDataConfig, cache: Cache | None
 ) -> tuple[Preferences, PreferenceReport]:
-    tokens, mask, offsets, ranks, margins = array("i"), bytearray(), array("q", [0]), array("q"), array("f")
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    report = PreferenceReport(
+        path=path,
+        num_lines=found.counts["lines"],
+        num_prompts=len(found["ranks"]) // config.num_responses,
+        num_responses=config.num_responses,
+        num_tokens=found.table.num_tokens,
+        max_length=config.max_length,
+        truncated=found.notes["truncated"],
+        dropped=found.notes["dropped"],
+        crowded=found.notes["crowded"],
+        bad=found.notes["bad"],
+    )
+    if not report.num_prompts:
+        raise UserError(f"{report.summary()}; no preference is left: give a file that has some, or raise max_length")
+    preferences = Preferences(
+        tokens=found["tokens"],
+        mask=found["mask"],
+        offsets=found.table.offsets(),
+        num_responses=config.num_responses,
+        ranks=found["ranks"],
+        margins=found["margins"],
+    )
+    return preferences, report
+
+
+def _read(
+    records: Records, tokenizer: Tokenizer, config: PreferenceDataConfig, counted: Literal["last", "response"]
+) -> Table:
+    tokens, mask, lengths, ranks, margins = array("i"), bytearray(), array("i"), array("q"), array("f")
     truncated, dropped, crowded = [], [], []
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
     for line, (rows, row_ranks, margin) in records.read(lambda row: _comparison(row, tokenizer, config)):
         if counted == "response" and not all(any(marks[1 : config.max_length]) for _, marks in rows):
             crowded.append(line)
@@ -145,32 +173,18 @@ def _load(
         for ids, (_, marks) in zip(cut, rows, strict=True):
             tokens.extend(ids)
             mask.extend([False, *marks[1 : len(ids)]] if counted == "response" else [False] * (len(ids) - 1) + [True])
-            offsets.append(len(tokens))
+            lengths.append(len(ids))
         ranks.extend(row_ranks)
         margins.extend([margin] * len(cut))
-    report = PreferenceReport(
-        path=path,
-        num_lines=records.num_lines,
-        num_prompts=len(ranks) // config.num_responses,
-        num_responses=config.num_responses,
-        num_tokens=len(tokens),
-        max_length=config.max_length,
-        truncated=tuple(truncated),
-        dropped=tuple(dropped),
-        crowded=tuple(crowded),
-        bad=tuple(records.bad),
-    )
-    if not ranks:
-        raise UserError(f"{report.summary()}; no preference is left: give a file that has some, or raise max_length")
-    preferences = Preferences(
-        tokens=np.array(tokens, np.int32),
-        mask=np.array(mask, bool),
-        offsets=np.array(offsets, np.int64),
-        num_responses=config.num_responses,
-        ranks=np.array(ranks, np.int64),
-        margins=np.array(margins, np.float32),
-    )
-    return preferences, report
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "mask": np.array(mask, bool),
+        "lengths": np.array(lengths, np.int32),
+        "ranks": np.array(ranks, np.int64),
+        "margins": np.array(margins, np.float32),
+    }
+    notes = {"truncated": truncated, "dropped": dropped, "crowded": crowded}
+    return Table(columns, {}, {name: Lines.of(lines) for name, lines in notes.items()})
 
 
 class PreferenceLoader(Loader):
@@ -207,7 +221,7 @@ class PreferenceLoader(Loader):
 
     def _nll_scale(self, rows: np.ndarray) -> float:
         best = rows[:: self.data.num_responses]
-        return len(best) / int(self.data.num_counted[best].sum())
+        return len(best) / self.data.num_counted(best)
 
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Comparisons:
         sequences, mine = super()._batch(rows, real), rows[self._mine(rows)]
@@ -220,7 +234,7 @@ class PreferenceLoader(Loader):
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:
         size = self.data.num_responses
-        prompts = shares(self.data.lengths[rows].reshape(-1, size).sum(1), self.dp_size)[self.dp_rank]
+        prompts = shares(self.data.lengths_of(rows).reshape(-1, size).sum(1), self.dp_size)[self.dp_rank]
         return (prompts[:, None] * size + np.arange(size)).ravel()
 
 

@@ -1,5 +1,5 @@
-"""Prompts from JSONL: read, tokenized, cut to a static length, padded at the left, and distributed to the ranks. The
-complete lines stay on the host as records; batches carry their ids.
+"""Prompts: read, tokenized, cut to a static length, padded at the left, and distributed to the ranks. The
+complete lines stay on the host, or in the cache, as records; batches carry their ids.
 
 Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this rank, P columns.
 """
@@ -7,19 +7,24 @@ Legend: K prompts of the data set, G of a global batch, B = G / dp_size of this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from megarlhf.batch import Prompts
 from megarlhf.config import UserError
+from megarlhf.data import tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import Turns, check_prompt, messages, turns
-from megarlhf.data.files import Files, Part, Reports, check_files, load_files
-from megarlhf.data.jsonl import Records, places
+from megarlhf.data.files import Files, Part, Reports, check_files, load_files, options_of
+from megarlhf.data.jsonl import Lines, Places, Records, dumped
 from megarlhf.data.loader import rows_of_step
+from megarlhf.data.stored import release
+from megarlhf.data.tables import Blobs, Chain, Recipe, Rows, Table, bytes_of, text_of
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
@@ -32,9 +37,10 @@ class PromptsConfig:
     conversation that is longer than `length` is dropped, not cut: its end is where the assistant's turn begins, and its
     beginning is the template's."""
 
-    path: Files  # a file, or a list of files, each a name or {path, weight}
+    path: Files  # a file, a pattern (data/*.jsonl), a datasets directory, or a list, each a name or {path, weight}
     length: int = 64  # P: tokens of a prompt, special ones included (detail G2)
-    truncate: Literal["end", "start"] = "end"  # where longer prompts are cut; detail G2 keeps the first `length` tokens
+    # What becomes of a longer prompt: it loses its beginning (start) or its end (end, detail G2), or is dropped.
+    truncate: Literal["start", "end", "drop"] = "start"
     start_text: str | None = None  # a prompt begins after the first of these (detail P3: "."); without one: dropped
     end_text: str | None = None  # and ends with the last of these that fits (detail P3: "."); without one: dropped
     add_bos: bool = True  # if the tokenizer has a BOS; never cut away
@@ -60,13 +66,12 @@ RECORD_BYTES, RECORD_VALUES, RECORD_DEPTH = 2**21, 2**17 - 8, 15
 class PromptSet:
     """Tokenized prompts of at most P tokens, with their texts and the other keys of their lines."""
 
-    tokens: list[np.ndarray]  # K of (length,) int64
-    texts: list[str]  # of a conversation: its tokens' text, without a leading BOS
-    others: list[bytes]  # the other keys of each line, as a JSON object: 0.3 to 0.7 times the memory of parsed ones
+    tokens: Sequence[np.ndarray]  # K of (length,), of integers
+    texts: Sequence[str]  # of a conversation: its tokens' text, without a leading BOS
+    others: Sequence[bytes]  # the other keys of each line, as a JSON object
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # of lines without `prompt_key`
-    whole: frozenset[int] = frozenset()  # the prompts of which `others` has every key: conversations
-
+    whole: Sequence[bool] | None = None  # (K,) of which prompts `others` has every key: conversations; None: of none
     parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
 
     def __len__(self) -> int:
@@ -80,14 +85,13 @@ class PromptSet:
     @classmethod
     def join(cls, sets: Sequence[PromptSet], parts: tuple[Part, ...]) -> PromptSet:
         """The prompts of `sets` one after the other."""
-        starts = np.cumsum([0, *map(len, sets)]).tolist()
         return cls(
-            tokens=[ids for data in sets for ids in data.tokens],
-            texts=[text for data in sets for text in data.texts],
-            others=[other for data in sets for other in data.others],
+            tokens=Chain([data.tokens for data in sets]),
+            texts=Chain([data.texts for data in sets]),
+            others=Chain([data.others for data in sets]),
             prompt_key=sets[0].prompt_key,
             messages_key=sets[0].messages_key,
-            whole=frozenset(start + row for start, data in zip(starts, sets, strict=False) for row in data.whole),
+            whole=Chain([[False] * len(data) if data.whole is None else data.whole for data in sets]),
             parts=parts,
         )
 
@@ -97,7 +101,7 @@ class PromptSet:
 
     def _record(self, row: int) -> dict[str, Any]:
         other = json.loads(self.others[row])
-        return other if row in self.whole else {self.prompt_key: self.texts[row], **other}
+        return other if self.whole is not None and self.whole[row] else {self.prompt_key: self.texts[row], **other}
 
     def rows(self, rows: np.ndarray, sequence_ids: np.ndarray, *, length: int, pad_id: int) -> Prompts:
         """The prompts `rows` as a left-padded batch, (B, P)."""
@@ -117,30 +121,37 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """The report on a file's lines: their numbers in `truncated`, `dropped` and `long`; `bad` has (number, reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_lines: int  # without blank ones
     num_prompts: int
     num_tokens: int
     length: int
-    truncated: tuple[int, ...]
-    dropped: tuple[int, ...]
-    long: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    cut: str  # where: "at the start" or "at the end"
+    truncated: Places
+    dropped: Places
+    long: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_prompts} prompts, {self.num_tokens} tokens",
-            places(self.path, f"cut to {self.length} tokens", [(line, "") for line in self.truncated]),
-            places(self.path, "dropped (no start_text or end_text)", [(line, "") for line in self.dropped]),
-            places(
-                self.path, f"dropped (conversations of more than {self.length} tokens)", [(k, "") for k in self.long]
-            ),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.truncated.said(f"cut {self.cut} to {self.length} tokens"),
+            self.dropped.said("dropped (no start_text or end_text)"),
+            self.long.said(f"dropped (more than {self.length} tokens)"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
+
+
+class RecordCheck(Protocol):
+    """Raises ValueError for a record that cannot be used."""
+
+    key: str  # checks of one key refuse the same records
+
+    def __call__(self, record: dict[str, Any]) -> None: ...
 
 
 def load_prompts(
@@ -148,34 +159,68 @@ def load_prompts(
     config: PromptsConfig,
     *,
     keep_records: bool = True,
-    check_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    check_record: RecordCheck | None = None,
+    cache: Cache | None = None,
 ) -> tuple[PromptSet, PromptReport | Reports]:
     """The prompts of the files and the report on their lines. Without `keep_records` the other keys are not read, and
-    records have none. A line is malformed if `check_record` raises ValueError for it.
+    records have none. A line is malformed if `check_record` raises ValueError for it. `cache`: where the prompts are
+    kept; None: in memory.
 
     Raises UserError (file:line) if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed
     or empty, and if nothing is left of it.
     """
-    return load_files(config.path, lambda path: _load(path, tokenizer, config, keep_records, check_record))
+    options = options_of(config) | {"keep_records": keep_records, "check": check_record and check_record.key}
+    recipe = Recipe("prompts", options, lambda records: _read(records, tokenizer, config, keep_records, check_record))
+    return load_files(config.path, lambda path: _load(path, recipe, tokenizer, config, cache))
 
 
 def _load(
-    path: str,
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: PromptsConfig, cache: Cache | None
+) -> tuple[PromptSet, PromptReport]:
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    report = PromptReport(
+        path=path,
+        num_lines=found.counts["lines"],
+        num_prompts=len(found["lengths"]),
+        num_tokens=found.table.num_tokens,
+        length=config.length,
+        cut=f"at the {config.truncate}",
+        truncated=found.notes["truncated"],
+        dropped=found.notes["dropped"],
+        long=found.notes["long"],
+        bad=found.notes["bad"],
+    )
+    if not report.num_prompts:
+        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some, or raise length")
+    prompts = PromptSet(
+        tokens=Rows(found["tokens"], found["lengths"]),
+        texts=Rows(found["texts"], found["texts_lengths"], text_of),
+        others=Rows(found["others"], found["others_lengths"], bytes_of),
+        prompt_key=config.prompt_key,
+        messages_key=config.messages_key,
+        whole=found["whole"],
+    )
+    return prompts, report
+
+
+def _read(
+    records: Records,
     tokenizer: Tokenizer,
     config: PromptsConfig,
     keep_records: bool,
-    check_record: Callable[[dict[str, Any]], None],
-) -> tuple[PromptSet, PromptReport]:
+    check_record: RecordCheck | None,
+) -> Table:
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     room = config.length - len(bos)
     end = token_id(tokenizer, config.end_text, "end_text") if config.end_text is not None else None
-    tokens, texts, others, whole, truncated, dropped, long = [], [], [], set(), [], [], []
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
+    tokens, lengths, texts, others, whole = array("i"), array("i"), Blobs(), Blobs(), bytearray()
+    truncated, dropped, long = [], [], []
 
     def convert(row: dict[str, Any]) -> tuple[str | list[int], bytes]:
         """The prompt as a text, or as the ids of a conversation."""
         prompt, other = _parts(row, config, keep_records)
-        check_record(row)
+        if check_record is not None:
+            check_record(row)
         return prompt if isinstance(prompt, str) else tokenizer.chat_prompt(prompt), other
 
     for line, (prompt, other) in records.read(convert):
@@ -188,6 +233,9 @@ def _load(
                     continue
             ids = tokenizer.encode(body)
             if len(ids) > room:
+                if config.truncate == "drop":
+                    long.append(line)
+                    continue
                 truncated.append(line)
                 ids = ids[:room] if config.truncate == "end" else ids[-room:]
             if end is not None:
@@ -202,25 +250,20 @@ def _load(
                 long.append(line)
                 continue
             text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_id] :])
-            if keep_records:
-                whole.add(len(tokens))
-        tokens.append(np.array(ids, np.int64))
-        texts.append(text)
+        tokens.extend(ids)
+        lengths.append(len(ids))
+        texts.append(text.encode())
         others.append(other)
-    report = PromptReport(
-        path=path,
-        num_lines=records.num_lines,
-        num_prompts=len(tokens),
-        num_tokens=sum(map(len, tokens)),
-        length=config.length,
-        truncated=tuple(truncated),
-        dropped=tuple(dropped),
-        long=tuple(long),
-        bad=tuple(records.bad),
-    )
-    if not tokens:
-        raise UserError(f"{report.summary()}; no prompt is left: give a file that has some, or raise length")
-    return PromptSet(tokens, texts, others, config.prompt_key, config.messages_key, frozenset(whole)), report
+        whole.append(keep_records and not isinstance(prompt, str))
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "lengths": np.array(lengths, np.int32),
+        **texts.columns("texts"),
+        **others.columns("others"),
+        "whole": np.array(whole, bool),
+    }
+    notes = {"truncated": truncated, "dropped": dropped, "long": long}
+    return Table(columns, {}, {name: Lines.of(lines) for name, lines in notes.items()})
 
 
 def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tuple[Turns, bytes]:
@@ -250,10 +293,7 @@ def _parts(row: dict[str, Any], config: PromptsConfig, keep_records: bool) -> tu
             f"{named}have {values} values, more than {RECORD_VALUES}; put large values in files of their own and give "
             "their names"
         )
-    try:
-        other = json.dumps(rest, ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
-    except ValueError:
-        raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
+    other = dumped(rest)
     if len(other) > RECORD_BYTES:
         raise ValueError(
             f"{named}take {len(other)} bytes, more than {RECORD_BYTES}; put large values in files of their own and "
@@ -309,4 +349,6 @@ class PromptLoader:
             step, num_rows=len(self.data), global_batch=self.global_batch, seed=self.seed, parts=self.data.parts
         )
         sequence_ids = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
-        return self.data.rows(rows[self.mine], sequence_ids[self.mine], length=self.length, pad_id=self.pad_id)
+        batch = self.data.rows(rows[self.mine], sequence_ids[self.mine], length=self.length, pad_id=self.pad_id)
+        release()
+        return batch

@@ -1,4 +1,4 @@
-"""Ratings from JSONL: single responses, each marked good or bad.
+"""Ratings: single responses, each marked good or bad.
 
 Legend: K rows, stored flat as in `sft.Examples`; G rows of the global batch, B = G / dp_size rows of this rank.
 """
@@ -17,16 +17,19 @@ import torch
 from megarlhf.algorithms.kto import derangement
 from megarlhf.batch import Ratings
 from megarlhf.config import UserError
+from megarlhf.data import tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import encode, turns
-from megarlhf.data.files import Files, Part, Reports, check_files, load_files, paths
-from megarlhf.data.jsonl import Records, places
+from megarlhf.data.files import Files, Part, Reports, RowsConfig, load_files, options_of, paths
+from megarlhf.data.jsonl import Lines, Places, Records
 from megarlhf.data.loader import Loader, padded
 from megarlhf.data.sft import Examples
+from megarlhf.data.tables import Columns, Recipe, Table
 from megarlhf.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class RatingDataConfig:
+class RatingDataConfig(RowsConfig):
     """The data of ratings. Every line of a file is a JSON object:
 
     {"prompt": ..., "response": ..., "label": true}: true marks a good response, false a bad one.
@@ -36,23 +39,10 @@ class RatingDataConfig:
     `max_length` tokens are cut at the end; a row whose prompt leaves no room for the response is dropped.
     """
 
-    train: Files  # a file, or a list of files, each a name or {path, weight}
-    validation: str | None = None
-    max_length: int = 1024  # tokens, special ones included
-    add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True
     chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
-    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
-    prompt_key: str = "prompt"
     response_key: str = "response"  # TRL's data sets have "completion"
     label_key: str = "label"
-
-    def __post_init__(self):
-        check_files(self.train, "train")
-        if self.max_length < 2:
-            raise ValueError(f"max_length: must be at least 2, not {self.max_length}")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +72,7 @@ class RatedExamples(Examples):
 
 @dataclass(frozen=True)
 class RatingReport:
-    """The report on a file's lines. `truncated` and `crowded` hold line numbers, `bad` (line number, reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_lines: int  # without blank ones
@@ -90,30 +80,32 @@ class RatingReport:
     num_bad: int
     num_tokens: int
     max_length: int
-    truncated: tuple[int, ...]
-    crowded: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    truncated: Places
+    crowded: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_good} good and {self.num_bad} bad responses, {self.num_tokens} tokens",
-            places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
-            places(self.path, "dropped (the prompt leaves no room)", [(line, "") for line in self.crowded]),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.truncated.said(f"cut to {self.max_length} tokens"),
+            self.crowded.said("dropped (the prompt leaves no room)"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
 
 
 def load_ratings(
-    given: Files, tokenizer: Tokenizer, config: RatingDataConfig, *, both: bool = False
+    given: Files, tokenizer: Tokenizer, config: RatingDataConfig, *, both: bool = False, cache: Cache | None = None
 ) -> tuple[RatedExamples, RatingReport | Reports]:
-    """The ratings of JSONL files (`config.train` or `config.validation`) and the report on their lines.
+    """The ratings of data files (`config.train` or `config.validation`) and the report on their lines. `cache`: where
+    they are kept; None: in memory.
 
     Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing is
     left of it, and with `both` if all responses that are left are good, or all are bad.
     """
-    ratings, report = load_files(given, lambda path: _load(path, tokenizer, config))
+    recipe = Recipe("ratings", options_of(config), lambda records: _read(records, tokenizer, config), _numbered)
+    ratings, report = load_files(given, lambda path: _load(path, recipe, tokenizer, config, cache))
     if both and ratings.labels.all() == ratings.labels.any():
         one, other = ("good", "bad") if ratings.labels.all() else ("bad", "good")
         raise UserError(
@@ -123,11 +115,41 @@ def load_ratings(
     return ratings, report
 
 
-def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[RatedExamples, RatingReport]:
-    tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
-    labels, prompts, starts = bytearray(), array("q"), array("q")
-    truncated, crowded, known = [], [], {}
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
+def _load(
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: RatingDataConfig, cache: Cache | None
+) -> tuple[RatedExamples, RatingReport]:
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    labels = found["labels"]
+    good = int(np.count_nonzero(labels))
+    report = RatingReport(
+        path=path,
+        num_lines=found.counts["lines"],
+        num_good=good,
+        num_bad=len(labels) - good,
+        num_tokens=found.table.num_tokens,
+        max_length=config.max_length,
+        truncated=found.notes["truncated"],
+        crowded=found.notes["crowded"],
+        bad=found.notes["bad"],
+    )
+    if not len(labels):
+        raise UserError(f"{report.summary()}; no rating is left: give a file that has some, or raise max_length")
+    ratings = RatedExamples(
+        tokens=found["tokens"],
+        mask=found["mask"],
+        offsets=found.table.offsets(),
+        labels=labels,
+        prompts=found["prompts"],
+        starts=found["starts"],
+        max_length=config.max_length,
+    )
+    return ratings, report
+
+
+def _read(records: Records, tokenizer: Tokenizer, config: RatingDataConfig) -> Table:
+    tokens, mask, lengths = array("i"), bytearray(), array("i")
+    labels, prompts, starts = bytearray(), bytearray(), array("q")
+    truncated, crowded = [], []
     for line, (ids, marks, start, label) in records.read(lambda row: _rating(row, tokenizer, config)):
         cut, counts = ids[: config.max_length], [False, *marks[1 : config.max_length]]
         if not any(counts):
@@ -137,33 +159,33 @@ def _load(path: str, tokenizer: Tokenizer, config: RatingDataConfig) -> tuple[Ra
             truncated.append(line)
         tokens.extend(cut)
         mask.extend(counts)
-        offsets.append(len(tokens))
+        lengths.append(len(cut))
         labels.append(label)
-        prompts.append(known.setdefault(_digest(cut[:start]), len(known)))
+        prompts.extend(_digest(cut[:start]))
         starts.append(start)
-    report = RatingReport(
-        path=path,
-        num_lines=records.num_lines,
-        num_good=sum(labels),
-        num_bad=len(labels) - sum(labels),
-        num_tokens=len(tokens),
-        max_length=config.max_length,
-        truncated=tuple(truncated),
-        crowded=tuple(crowded),
-        bad=tuple(records.bad),
-    )
-    if not labels:
-        raise UserError(f"{report.summary()}; no rating is left: give a file that has some, or raise max_length")
-    ratings = RatedExamples(
-        tokens=np.array(tokens, np.int32),
-        mask=np.array(mask, bool),
-        offsets=np.array(offsets, np.int64),
-        labels=np.array(labels, bool),
-        prompts=np.array(prompts, np.int64),
-        starts=np.array(starts, np.int64),
-        max_length=config.max_length,
-    )
-    return ratings, report
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "mask": np.array(mask, bool),
+        "lengths": np.array(lengths, np.int32),
+        "labels": np.array(labels, bool),
+        "prompts": np.frombuffer(bytes(prompts), "V16"),
+        "starts": np.array(starts, np.int64),
+    }
+    return Table(columns, {}, {"truncated": Lines.of(truncated), "crowded": Lines.of(crowded)})
+
+
+def _numbered(table: Table) -> Columns:
+    """With a number in the place of each prompt's digest, in the order in which they come first."""
+    digests = np.frombuffer(np.ascontiguousarray(table.columns["prompts"]).tobytes(), ">u8").reshape(-1, 2)
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of equal ones the first comes first
+    new = np.ones(len(order), bool)
+    new[1:] = (digests[order][1:] != digests[order][:-1]).any(1)
+    firsts = order[new]  # of each digest
+    rank = np.empty(len(firsts), np.int64)
+    rank[np.argsort(firsts, kind="stable")] = np.arange(len(firsts))
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = rank[np.cumsum(new) - 1]
+    return table.columns | {"prompts": numbers}
 
 
 def _digest(ids: list[int]) -> bytes:

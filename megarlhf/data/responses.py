@@ -1,4 +1,4 @@
-"""Responses that exist already, from JSONL: read, tokenized or taken as the ids that were sampled, and made into
+"""Responses that exist already: read, tokenized or taken as the ids that were sampled, and made into
 rollouts. The keys of a line are in docs/own-samples.md.
 
 Legend: M responses of the file, N their tokens with those of their prompts; B rows of a batch.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,12 @@ import torch
 
 from megarlhf.batch import Rollout
 from megarlhf.config import UserError
+from megarlhf.data import sources, tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import encode, encode_prompt, turns
-from megarlhf.data.jsonl import Records, string
+from megarlhf.data.jsonl import Records, dumped, string
+from megarlhf.data.prompts import RecordCheck
+from megarlhf.data.tables import Blobs, Recipe, Rows, Table, bytes_of
 from megarlhf.data.tokenizer import Tokenizer
 
 # What a line says about its response. All other keys belong to its prompt.
@@ -44,8 +48,9 @@ class Responses:
     tokens: np.ndarray  # (N,) int32
     offsets: np.ndarray  # (M + 1,) int64
     sizes: np.ndarray  # (M,) int64
-    lines: np.ndarray  # (M,) int64: line numbers in the file
-    others: list[bytes]  # each prompt's record as JSON; empty where no source takes records
+    places: Sequence[str]  # M of "file:line"
+    others: Sequence[bytes]  # records of prompts as JSON; empty where no source takes records
+    prompts: np.ndarray  # (M,) int64: each row's place in `others`
     scored: int  # lines that have a score already
     changed: int  # lines whose texts are not those of their tokens
 
@@ -60,7 +65,7 @@ class Responses:
 
     def records(self, rows: Iterable[int]) -> list[dict[str, Any]]:
         """The records of the prompts of these rows. New objects, which the caller may change."""
-        return [json.loads(self.others[row]) for row in rows]
+        return [json.loads(self.others[int(self.prompts[row])]) for row in rows]
 
     def rollout(self, rows: np.ndarray, pad_id: int) -> Rollout:
         """The rows as a rollout: prompts padded at the left, responses at the right. Prompt and group ids are the rows,
@@ -87,48 +92,86 @@ class Responses:
         )
 
 
+class _Placed(Sequence[str]):
+    """Where lines are, for messages."""
+
+    def __init__(self, table: Table, name: str):
+        self._lines, self._starts, self._source = table.columns["lines"], table.starts, sources.find(name)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, row: int) -> str:
+        return self._source.place(int(self._lines[row]), self._starts)
+
+
 def load_responses(
     path: str,
     tokenizer: Tokenizer,
     reading: Reading,
     *,
     keep_records: bool,
-    check_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    check_record: RecordCheck | None = None,
+    cache: Cache | None = None,
 ) -> Responses:
-    """The responses of a file. Raises UserError (file:line) if it cannot be read or is empty, for a malformed line, and
-    where `check_record` raises ValueError."""
-    tokens, offsets, sizes, lines = array("i"), array("q", [0]), array("q"), array("q")
-    others: list[bytes] = []
-    records, scored, changed = Records(path, max_bad_fraction=None), 0, 0
+    """The responses of a source. Raises UserError (file:line) if it cannot be read or is empty, for a malformed line,
+    and where `check_record` raises ValueError. `cache`: where they are kept; None: in memory."""
+    options = asdict(reading) | {"keep_records": keep_records, "check": check_record and check_record.key}
+    recipe = Recipe(
+        "responses", options, lambda records: _read(records, tokenizer, reading, keep_records, check_record)
+    )
+    found = tables.load(path, recipe, tokenizer, cache, None)
+    if not len(found["sizes"]):
+        raise UserError(f"{path}: has no line; give a file with responses")
+    return Responses(
+        tokens=found["tokens"],
+        offsets=found.table.offsets(),
+        sizes=found["sizes"],
+        places=_Placed(found.table, path),
+        others=Rows(found["others"], found["others_lengths"], bytes_of),
+        prompts=np.cumsum(found["new"], dtype=np.int64) - 1,
+        scored=found.counts["scored"],
+        changed=found.counts["changed"],
+    )
+
+
+def _read(
+    records: Records, tokenizer: Tokenizer, reading: Reading, keep_records: bool, check_record: RecordCheck | None
+) -> Table:
+    tokens, lengths, sizes, lines = array("i"), array("q"), array("q"), array("q")
+    others, new, last, scored, changed = Blobs(), bytearray(), None, 0, 0
 
     def convert(row: dict[str, Any]) -> tuple[list[int], list[int], bytes, bool, bool]:
         before, response, same = _ids(row, tokenizer, reading)
         record = record_of(row, reading)
-        check_record(record)
-        try:
-            text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        except ValueError:
-            raise ValueError("a number is NaN or infinite, which JSON does not have; write null")
+        if check_record is not None:
+            check_record(record)
+        text = dumped(row)
         kept = b""
         if keep_records:
-            kept = (text if record == row else json.dumps(record, ensure_ascii=False)).encode(errors="surrogatepass")
+            kept = text if record == row else dumped(record)
         return before, response, kept, same, "score" in row
 
     for line, (before, response, record, same, has_score) in records.read(convert):
         tokens.extend(before + response)
-        offsets.append(len(tokens))
+        lengths.append(len(before) + len(response))
         sizes.append(len(before))
         lines.append(line)
-        if keep_records:
-            others.append(others[-1] if others and others[-1] == record else record)  # one object a prompt
+        new.append(record != last)  # the record of a prompt once
+        if new[-1]:
+            others.append(record)
+        last = record
         changed += not same
         scored += has_score
-    if not sizes:
-        raise UserError(f"{path}: has no line; give a file with responses")
-    return Responses(
-        tokens=np.array(tokens, np.int32), offsets=np.array(offsets, np.int64), sizes=np.array(sizes, np.int64),
-        lines=np.array(lines, np.int64), others=others, scored=scored, changed=changed,
-    )  # fmt: skip
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "lengths": np.array(lengths, np.int64),
+        "sizes": np.array(sizes, np.int64),
+        "lines": np.array(lines, np.int64),
+        "new": np.array(new, bool),
+        **others.columns("others"),
+    }
+    return Table(columns, {"scored": scored, "changed": changed}, {})
 
 
 def record_of(row: dict[str, Any], reading: Reading) -> dict[str, Any]:

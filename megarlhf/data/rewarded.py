@@ -1,4 +1,4 @@
-"""Responses with rewards from JSONL.
+"""Responses with rewards.
 
 Legend: K rows, stored flat as in `sft.Examples`.
 """
@@ -15,18 +15,21 @@ import torch
 
 from megarlhf.batch import Rewarded
 from megarlhf.config import UserError
+from megarlhf.data import tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import encode, turns
-from megarlhf.data.files import Files, Reports, check_files, load_files
-from megarlhf.data.jsonl import Records, places
+from megarlhf.data.files import Files, Reports, RowsConfig, load_files, options_of
+from megarlhf.data.jsonl import Lines, Places, Records
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples
+from megarlhf.data.tables import Recipe, Table
 from megarlhf.data.tokenizer import Tokenizer
 
 LARGEST = 1e6  # a reward's size
 
 
 @dataclass(frozen=True)
-class RewardedDataConfig:
+class RewardedDataConfig(RowsConfig):
     """The data of responses with rewards. Every line of a file is a JSON object:
 
     {"prompt": ..., "response": ..., "reward": 0.5}: it becomes BOS prompt response EOS, and the last token has the
@@ -37,26 +40,11 @@ class RewardedDataConfig:
     not earned its reward.
     """
 
-    train: Files  # a file, or a list of files, each a name or {path, weight}
-    validation: str | None = None
-    max_length: int = 1024  # tokens, special ones included
     normalize: bool = False  # rewards to mean 0 and deviation 1 over `train`; `validation` by the same two numbers
-    add_bos: bool = True  # if the tokenizer has a BOS
     add_eos: bool = True  # false: responses of a fixed length, which the policy will not end with EOS
     chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
-    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
-    prompt_key: str = "prompt"
     response_key: str = "response"
     reward_key: str = "reward"
-
-    def __post_init__(self):
-        check_files(self.train, "train")
-        if self.max_length < 2:
-            raise ValueError(
-                f"max_length: must be at least 2 (the first token is never predicted), not {self.max_length}"
-            )
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,69 +65,79 @@ class RewardedExamples(Examples):
 
 @dataclass(frozen=True)
 class RewardedReport:
-    """The report on a file's lines. `dropped` holds line numbers, `bad` (line number, reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_examples: int
     num_tokens: int
     max_length: int
     rewards: str  # in words
-    dropped: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    dropped: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_examples} responses, {self.num_tokens} tokens{self.rewards}",
-            places(self.path, f"dropped (more than {self.max_length} tokens)", [(line, "") for line in self.dropped]),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.dropped.said(f"dropped (more than {self.max_length} tokens)"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
 
 
 def load_rewarded(
-    given: Files, tokenizer: Tokenizer, config: RewardedDataConfig
+    given: Files, tokenizer: Tokenizer, config: RewardedDataConfig, *, cache: Cache | None = None
 ) -> tuple[RewardedExamples, RewardedReport | Reports]:
-    """The responses of JSONL files (`config.train` or `config.validation`), their rewards as the files have them, and
-    the report on their lines.
+    """The responses of data files (`config.train` or `config.validation`), their rewards as the files have them, and
+    the report on their lines. `cache`: where they are kept; None: in memory.
 
     Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, and if
     nothing is left of it.
     """
-    return load_files(given, lambda path: _load(path, tokenizer, config))
+    recipe = Recipe("rewarded", options_of(config), lambda records: _read(records, tokenizer, config))
+    return load_files(given, lambda path: _load(path, recipe, tokenizer, config, cache))
 
 
-def _load(path: str, tokenizer: Tokenizer, config: RewardedDataConfig) -> tuple[RewardedExamples, RewardedReport]:
-    tokens, mask, offsets, rewards, dropped = array("i"), bytearray(), array("q", [0]), array("d"), []
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
+def _load(
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: RewardedDataConfig, cache: Cache | None
+) -> tuple[RewardedExamples, RewardedReport]:
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    numbers = found["rewards"]
+    moments = f", rewards {numbers.min():.4g} to {numbers.max():.4g}, mean {numbers.mean():.4g}" if len(numbers) else ""
+    report = RewardedReport(
+        path=path,
+        num_examples=len(numbers),
+        num_tokens=found.table.num_tokens,
+        max_length=config.max_length,
+        rewards=moments,
+        dropped=found.notes["dropped"],
+        bad=found.notes["bad"],
+    )
+    if not len(numbers):
+        raise UserError(f"{report.summary()}; no response is left: give a file that has some, or raise max_length")
+    examples = RewardedExamples(
+        tokens=found["tokens"], mask=found["mask"], offsets=found.table.offsets(), rewards=numbers
+    )
+    return examples, report
+
+
+def _read(records: Records, tokenizer: Tokenizer, config: RewardedDataConfig) -> Table:
+    tokens, mask, lengths, rewards, dropped = array("i"), bytearray(), array("i"), array("d"), []
     for line, (ids, counts, reward) in records.read(lambda row: _response(row, tokenizer, config)):
         if len(ids) > config.max_length:
             dropped.append(line)
             continue
         tokens.extend(ids)
         mask.extend(counts)
-        offsets.append(len(tokens))
+        lengths.append(len(ids))
         rewards.append(reward)
-    numbers = np.array(rewards, np.float64)
-    moments = f", rewards {numbers.min():.4g} to {numbers.max():.4g}, mean {numbers.mean():.4g}" if len(numbers) else ""
-    report = RewardedReport(
-        path=path,
-        num_examples=len(rewards),
-        num_tokens=len(tokens),
-        max_length=config.max_length,
-        rewards=moments,
-        dropped=tuple(dropped),
-        bad=tuple(records.bad),
-    )
-    if not rewards:
-        raise UserError(f"{report.summary()}; no response is left: give a file that has some, or raise max_length")
-    examples = RewardedExamples(
-        tokens=np.array(tokens, np.int32),
-        mask=np.array(mask, bool),
-        offsets=np.array(offsets, np.int64),
-        rewards=numbers,
-    )
-    return examples, report
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "mask": np.array(mask, bool),
+        "lengths": np.array(lengths, np.int32),
+        "rewards": np.array(rewards, np.float64),
+    }
+    return Table(columns, {}, {"dropped": Lines.of(dropped)})
 
 
 class RewardedLoader(Loader):
@@ -151,7 +149,7 @@ class RewardedLoader(Loader):
     def _batch(self, rows: np.ndarray, real: np.ndarray) -> Rewarded:
         sequences, mine = super()._batch(rows, real), rows[self._mine(rows)]
         rewards = np.zeros(sequences.mask.shape, np.float32)
-        rewards[np.arange(len(mine)), self.data.lengths[mine] - 2] = self.data.rewards[mine]
+        rewards[np.arange(len(mine)), self.data.lengths_of(mine) - 2] = self.data.rewards[mine]
         return Rewarded(**vars(sequences), rewards=torch.from_numpy(rewards) * sequences.mask)
 
 

@@ -1,11 +1,10 @@
-"""Supervised examples from JSONL: read, tokenized, checked and optionally packed into rows.
+"""Supervised examples: read, tokenized, checked and optionally packed into rows.
 
 Legend: N tokens of the whole data set, K rows. Stored flat: row k is [offsets[k], offsets[k + 1]).
 """
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,16 +13,19 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from megarlhf.config import UserError
+from megarlhf.data import packing, tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import encode, encode_prompt, messages, turns
-from megarlhf.data.files import Files, Part, Reports, check_files, load_files
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.files import Files, Part, Reports, RowsConfig, load_files, options_of
+from megarlhf.data.jsonl import Lines, Places, Records, string
+from megarlhf.data.tables import Columns, Joined, Recipe, Table
 from megarlhf.data.tokenizer import Tokenizer
 
 E = TypeVar("E", bound="Examples")
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
+class SFTDataConfig(RowsConfig):
     """The data of supervised examples. Every line of a file is a JSON object of one of three kinds:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}: the tokenizer's chat
@@ -36,27 +38,12 @@ class SFTDataConfig:
     that the model does not learn to stop in mid-sentence. An example without a token with a loss is dropped.
     """
 
-    train: Files  # a file, or a list of files, each a name or {path, weight}
-    validation: str | None = None
-    max_length: int = 1024  # tokens, special ones included
     packing: bool = False  # several examples in a row; they do not see each other
     loss_on: Literal["response", "all"] = "response"  # all: on prompts and on the other roles too
-    add_bos: bool = True  # if the tokenizer has a BOS; not for chat templates
     chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
-    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
-    prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str = "messages"
     text_key: str = "text"
-
-    def __post_init__(self):
-        check_files(self.train, "train")
-        if self.max_length < 2:
-            raise ValueError(
-                f"max_length: must be at least 2 (the first token is never predicted), not {self.max_length}"
-            )
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
 @dataclass(frozen=True)
@@ -64,10 +51,10 @@ class Examples:
     """Tokenized rows. `mask` marks the tokens to be predicted; never a row's or a segment's first, which has no
     context."""
 
-    tokens: np.ndarray  # (N,) int32
-    mask: np.ndarray  # (N,) bool
+    tokens: np.ndarray | Joined  # (N,) int32
+    mask: np.ndarray | Joined  # (N,) bool
     offsets: np.ndarray  # (K + 1,) int64
-    segments: np.ndarray | None = None  # (N,) int32: packed rows count their examples from 1
+    segments: np.ndarray | Joined | None = None  # (N,) int32: packed rows count their examples from 1
     parts: tuple[Part, ...] = ()  # the files, in order, if they have weights
 
     def __post_init__(self):
@@ -81,10 +68,14 @@ class Examples:
         """(K,) tokens in each row."""
         return np.diff(self.offsets)
 
-    @functools.cached_property
-    def num_counted(self) -> np.ndarray:
-        """(K,) tokens of the mask in each row."""
-        return np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
+    def lengths_of(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens in each of `rows`."""
+        return self.offsets[rows + 1] - self.offsets[rows]
+
+    def num_counted(self, rows: np.ndarray) -> int:
+        """Tokens of the mask in `rows`."""
+        ends = zip(self.offsets[rows].tolist(), self.offsets[rows + 1].tolist(), strict=True)
+        return sum(int(np.count_nonzero(self.mask[start:end])) for start, end in ends)
 
     @property
     def num_groups(self) -> int:
@@ -100,11 +91,14 @@ class Examples:
 
     @classmethod
     def join(cls: type[E], sets: Sequence[E], parts: tuple[Part, ...]) -> E:
-        """The rows of `sets` one after the other. A field that is no array has one value in all of them."""
+        """The rows of `sets` one after the other. A field that is no array has one value in all of them; one with an
+        item for each token is not copied."""
         values = {field.name: [getattr(data, field.name) for data in sets] for field in fields(cls)}
-        joined = {
-            name: np.concatenate(each) if isinstance(each[0], np.ndarray) else each[0] for name, each in values.items()
-        }
+        joined = {name: each[0] for name, each in values.items()}
+        for name, each in values.items():
+            if isinstance(each[0], np.ndarray):
+                of_tokens = all(len(one) == len(data.tokens) for one, data in zip(each, sets, strict=True))
+                joined[name] = Joined(each) if of_tokens else np.concatenate(each)
         offsets = np.concatenate([[0], *(data.lengths for data in sets)]).cumsum()
         return cls(**joined | {"offsets": offsets, "parts": parts})
 
@@ -116,7 +110,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on a file's lines. `truncated` and `dropped` hold line numbers, `bad` (line number, reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_lines: int  # without blank ones
@@ -125,36 +119,66 @@ class Report:
     num_tokens: int
     num_loss_tokens: int
     max_length: int
-    truncated: tuple[int, ...]
-    dropped: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    truncated: Places
+    dropped: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_examples} examples, {self.num_tokens} tokens, {self.num_loss_tokens} with a loss",
             f"packed into {self.num_rows} rows" if self.num_rows != self.num_examples else "",
-            places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
-            places(self.path, "dropped (the prompt leaves no room)", [(line, "") for line in self.dropped]),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.truncated.said(f"cut to {self.max_length} tokens"),
+            self.dropped.said("dropped (the prompt leaves no room)"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
 
 
-def load_sft(given: Files, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report | Reports]:
-    """The examples of JSONL files (`config.train` or `config.validation`) and the report on their lines. Each file is
-    packed by itself.
+def load_sft(
+    given: Files, tokenizer: Tokenizer, config: SFTDataConfig, *, cache: Cache | None = None
+) -> tuple[Examples, Report | Reports]:
+    """The examples of data files (`config.train` or `config.validation`) and the report on their lines. Each source is
+    packed by itself. `cache`: where they are kept; None: in memory.
 
     Raises UserError if a file cannot be read, if more than `max_bad_fraction` of its lines are malformed, if nothing is
     left of it, and for conversations without a chat template.
     """
-    return load_files(given, lambda path: _load(path, tokenizer, config))
+    recipe = Recipe(
+        "sft",
+        options_of(config),
+        lambda records: _read(records, tokenizer, config),
+        (lambda table: packed(table.columns, config.max_length)) if config.packing else None,
+    )
+    return load_files(given, lambda path: _load(path, recipe, tokenizer, config, cache))
 
 
-def _load(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examples, Report]:
-    tokens, mask, offsets = array("i"), bytearray(), array("q", [0])
+def _load(
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: SFTDataConfig, cache: Cache | None
+) -> tuple[Examples, Report]:
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    offsets = found.table.offsets()
+    report = Report(
+        path=path,
+        num_lines=found.counts["lines"],
+        num_examples=found.counts["examples"],
+        num_rows=len(offsets) - 1,
+        num_tokens=found.table.num_tokens,
+        num_loss_tokens=found.counts["loss_tokens"],
+        max_length=config.max_length,
+        truncated=found.notes["truncated"],
+        dropped=found.notes["dropped"],
+        bad=found.notes["bad"],
+    )
+    if not report.num_examples:
+        raise UserError(f"{report.summary()}; no example is left: give a file that has some, or raise max_length")
+    segments = found["segments"] if config.packing else None
+    return Examples(found["tokens"], found["mask"], offsets, segments), report
+
+
+def _read(records: Records, tokenizer: Tokenizer, config: SFTDataConfig) -> Table:
+    tokens, mask, lengths = array("i"), bytearray(), array("i")
     truncated, dropped = [], []
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
     for line, (ids, counts) in records.read(lambda row: _example(row, tokenizer, config)):
         counts[0] = False
         if not any(counts[: config.max_length]):
@@ -164,48 +188,26 @@ def _load(path: str, tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[Examp
             truncated.append(line)
         tokens.extend(ids[: config.max_length])
         mask.extend(counts[: config.max_length])
-        offsets.append(len(tokens))
-    examples = Examples(np.array(tokens, np.int32), np.array(mask, bool), np.array(offsets, np.int64))
-    rows = pack(examples, config.max_length) if config.packing and len(examples) else examples
-    report = Report(
-        path=path,
-        num_lines=records.num_lines,
-        num_examples=len(examples),
-        num_rows=len(rows),
-        num_tokens=len(tokens),
-        num_loss_tokens=int(examples.mask.sum()),
-        max_length=config.max_length,
-        truncated=tuple(truncated),
-        dropped=tuple(dropped),
-        bad=tuple(records.bad),
+        lengths.append(min(len(ids), config.max_length))
+    return Table(
+        {"tokens": np.array(tokens, np.int32), "mask": np.array(mask, bool), "lengths": np.array(lengths, np.int32)},
+        {"examples": len(lengths), "loss_tokens": sum(mask)},
+        {"truncated": Lines.of(truncated), "dropped": Lines.of(dropped)},
     )
-    if not len(examples):
-        raise UserError(f"{report.summary()}; no example is left: give a file that has some, or raise max_length")
-    return rows, report
 
 
-def pack(examples: Examples, max_length: int) -> Examples:
-    """Pack whole examples into rows of at most `max_length` tokens: each, in order, into the first row with room for
-    it."""
-    lengths = examples.lengths
-    assert lengths.max() <= max_length
-    space = np.full(len(examples), max_length)
-    members: list[list[int]] = []
-    for index, length in enumerate(lengths):
-        row = int(np.argmax(space[: len(members) + 1] >= length))
-        if row == len(members):
-            members.append([])
-        members[row].append(index)
-        space[row] -= length
-    order = [index for row in members for index in row]
-    numbers = [number for row in members for number in range(1, len(row) + 1)]
-    pieces = [examples.row(index) for index in order]
-    return Examples(
-        tokens=np.concatenate([piece[0] for piece in pieces]),
-        mask=np.concatenate([piece[1] for piece in pieces]),
-        offsets=np.cumsum([0, *(lengths[row].sum() for row in members)]),
-        segments=np.repeat(np.array(numbers, np.int32), lengths[order]),
-    )
+def packed(columns: dict[str, np.ndarray], max_length: int) -> Columns:
+    """Pack whole examples (`tokens`, `mask`, `lengths`) into rows of at most `max_length` tokens: each, in order, into
+    the first row with room for it."""
+    lengths = columns["lengths"].astype(np.int64)
+    order, counts = packing.first_fit(lengths, max_length)
+    starts = np.cumsum(lengths) - lengths
+    return {
+        "tokens": packing.gathered(columns["tokens"], starts, lengths, order),
+        "mask": packing.gathered(columns["mask"], starts, lengths, order),
+        "segments": packing.segments(counts, lengths[order]),
+        "lengths": np.add.reduceat(lengths[order], np.cumsum(counts) - counts) if len(order) else lengths,
+    }
 
 
 def _example(row: dict[str, Any], tokenizer: Tokenizer, config: SFTDataConfig) -> tuple[list[int], list[bool]]:

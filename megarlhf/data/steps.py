@@ -1,4 +1,4 @@
-"""Solutions in steps from JSONL, with a label for each step: the data of process reward models.
+"""Solutions in steps, with a label for each step: the data of process reward models.
 
 Legend: N tokens of the whole data set, K rows, stored flat as in `sft.Examples`; G rows of the global batch, B rows of
 this rank, R = S - 1 columns.
@@ -16,17 +16,20 @@ import torch
 from megarlhf.algorithms.process_reward import THRESHOLD
 from megarlhf.batch import LabelledSteps
 from megarlhf.config import UserError
+from megarlhf.data import tables
+from megarlhf.data.cache import Cache
 from megarlhf.data.conversations import continuation
-from megarlhf.data.files import Files, Reports, check_files, load_files
-from megarlhf.data.jsonl import Records, places, string
+from megarlhf.data.files import Files, Reports, RowsConfig, load_files, options_of
+from megarlhf.data.jsonl import Lines, Places, Records, string
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples
 from megarlhf.data.shapes import is_prm800k, prm800k, prm800k_finished
+from megarlhf.data.tables import Joined, Recipe, Table
 from megarlhf.data.tokenizer import Tokenizer, token_id
 
 
 @dataclass(frozen=True)
-class StepDataConfig:
+class StepDataConfig(RowsConfig):
     """The data of solutions in steps. Every line of a file is a JSON object:
 
     {"prompt": ..., "steps": ["...", ...], "labels": [true, 0.75, null, false, ...]}: a label for each step: true,
@@ -39,39 +42,28 @@ class StepDataConfig:
     labels of steps that do not end before. A row without a label is dropped. Other keys and blank lines are ignored.
     """
 
-    train: Files  # a file, or a list of files, each a name or {path, weight}
-    validation: str | None = None
     separator: str = "\n"  # between steps
     placeholder: str | None = None  # the text of a token that is put after each step
-    max_length: int = 1024  # tokens, special ones included
-    add_bos: bool = True  # if the tokenizer has a BOS
-    max_bad_fraction: float = 0.01  # a larger share of malformed lines stops the program; 0: any does
-    prompt_key: str = "prompt"
     steps_key: str = "steps"
     labels_key: str = "labels"
 
     def __post_init__(self):
-        check_files(self.train, "train")
-        if self.max_length < 2:
-            raise ValueError(f"max_length: must be at least 2, not {self.max_length}")
+        super().__post_init__()
         if not self.separator:
             raise ValueError("separator: is empty; give the text between two steps")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction: must be between 0 and 1, not {self.max_bad_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepExamples(Examples):
     """Tokenized rows. `mask` is True at the ends of labelled steps, at least one a row."""
 
-    labels: np.ndarray  # (N,) float32: 0 outside the mask
+    labels: np.ndarray | Joined  # (N,) float32: 0 outside the mask
     decided: np.ndarray  # (K,) bool, as in `LabelledSteps`
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report on a file's lines. `truncated`, `unlabelled` and `joined` hold line numbers, `bad` (line number,
-    reason)."""
+    """The report on a source's lines."""
 
     path: str
     num_lines: int  # without blank ones
@@ -81,40 +73,73 @@ class StepReport:
     num_wrong: int  # of the labels
     num_decided: int  # rows whose first wrong step is known, or that they have none
     max_length: int
-    truncated: tuple[int, ...]
-    unlabelled: tuple[int, ...]
-    joined: tuple[int, ...]
-    bad: tuple[tuple[int, str], ...]
+    truncated: Places
+    unlabelled: Places
+    joined: Places
+    bad: Places
 
     def summary(self) -> str:
         """One line for the log: the counts, and the first few places of each kind of problem."""
         parts = [
             f"{self.path}: {self.num_examples} solutions, {self.num_tokens} tokens, {self.num_labels} labelled steps, "
             f"{self.num_wrong} wrong, the first error known in {self.num_decided}",
-            places(self.path, f"cut to {self.max_length} tokens", [(line, "") for line in self.truncated]),
-            places(self.path, "dropped (no labelled step)", [(line, "") for line in self.unlabelled]),
-            places(self.path, "with the separator within a step", [(line, "") for line in self.joined]),
-            places(self.path, "malformed and skipped", list(self.bad)),
+            self.truncated.said(f"cut to {self.max_length} tokens"),
+            self.unlabelled.said("dropped (no labelled step)"),
+            self.joined.said("with the separator within a step"),
+            self.bad.said("malformed and skipped"),
         ]
         return "; ".join(part for part in parts if part)
 
 
-def load_steps(given: Files, tokenizer: Tokenizer, config: StepDataConfig) -> tuple[StepExamples, StepReport | Reports]:
-    """The solutions of JSONL files (`config.train` or `config.validation`) and the report on their lines.
+def load_steps(
+    given: Files, tokenizer: Tokenizer, config: StepDataConfig, *, cache: Cache | None = None
+) -> tuple[StepExamples, StepReport | Reports]:
+    """The solutions of data files (`config.train` or `config.validation`) and the report on their lines. `cache`: where
+    they are kept; None: in memory.
 
     Raises UserError if a file cannot be read, if the tokenizer cannot represent separator or placeholder, if more than
     `max_bad_fraction` of its lines are malformed, and if nothing is left of it.
     """
     check_separator(tokenizer, config.separator, "data.separator")
     after = [] if config.placeholder is None else [token_id(tokenizer, config.placeholder, "data.placeholder")]
-    return load_files(given, lambda path: _load(path, tokenizer, config, after))
+    recipe = Recipe("steps", options_of(config), lambda records: _read(records, tokenizer, config, after))
+    return load_files(given, lambda path: _load(path, recipe, tokenizer, config, cache))
 
 
-def _load(path: str, tokenizer: Tokenizer, config: StepDataConfig, after: list[int]) -> tuple[StepExamples, StepReport]:
-    tokens, mask, labels = array("i"), bytearray(), array("f")
-    offsets, decided = array("q", [0]), bytearray()
+def _load(
+    path: str, recipe: Recipe, tokenizer: Tokenizer, config: StepDataConfig, cache: Cache | None
+) -> tuple[StepExamples, StepReport]:
+    found = tables.load(path, recipe, tokenizer, cache, config.max_bad_fraction)
+    report = StepReport(
+        path=path,
+        num_lines=found.counts["lines"],
+        num_examples=len(found["lengths"]),
+        num_tokens=found.table.num_tokens,
+        num_labels=found.counts["labels"],
+        num_wrong=found.counts["wrong"],
+        num_decided=int(np.count_nonzero(found["decided"])),
+        max_length=config.max_length,
+        truncated=found.notes["truncated"],
+        unlabelled=found.notes["unlabelled"],
+        joined=found.notes["joined"],
+        bad=found.notes["bad"],
+    )
+    if not report.num_examples:
+        raise UserError(f"{report.summary()}; no solution is left: give a file with labels, or raise max_length")
+    examples = StepExamples(
+        tokens=found["tokens"],
+        mask=found["mask"],
+        offsets=found.table.offsets(),
+        labels=found["labels"],
+        decided=found["decided"],
+    )
+    return examples, report
+
+
+def _read(records: Records, tokenizer: Tokenizer, config: StepDataConfig, after: list[int]) -> Table:
+    tokens, mask, labels, num_wrong = array("i"), bytearray(), array("f"), 0
+    lengths, decided = array("i"), bytearray()
     truncated, unlabelled, joined = [], [], []
-    records = Records(path, max_bad_fraction=config.max_bad_fraction)
     for line, (ids, steps, within, finished) in records.read(lambda row: _solution(row, tokenizer, config, after)):
         is_cut, ids = len(ids) > config.max_length, ids[: config.max_length]
         steps = [(end, label) for end, label in steps if end < len(ids)]
@@ -129,32 +154,19 @@ def _load(path: str, tokenizer: Tokenizer, config: StepDataConfig, after: list[i
         tokens.extend(ids)
         mask.extend(index in at for index in range(len(ids)))
         labels.extend(at.get(index, 0.0) for index in range(len(ids)))
+        num_wrong += sum(np.float32(label) < THRESHOLD for label in at.values())
         decided.append(_decided([label for _, label in steps], finished and not is_cut))
-        offsets.append(len(tokens))
-    examples = StepExamples(
-        tokens=np.array(tokens, np.int32),
-        mask=np.array(mask, bool),
-        offsets=np.array(offsets, np.int64),
-        labels=np.array(labels, np.float32),
-        decided=np.array(decided, bool),
-    )
-    report = StepReport(
-        path=path,
-        num_lines=records.num_lines,
-        num_examples=len(examples),
-        num_tokens=len(tokens),
-        num_labels=int(examples.mask.sum()),
-        num_wrong=int((examples.labels[examples.mask] < THRESHOLD).sum()),
-        num_decided=int(examples.decided.sum()),
-        max_length=config.max_length,
-        truncated=tuple(truncated),
-        unlabelled=tuple(unlabelled),
-        joined=tuple(joined),
-        bad=tuple(records.bad),
-    )
-    if not len(examples):
-        raise UserError(f"{report.summary()}; no solution is left: give a file with labels, or raise max_length")
-    return examples, report
+        lengths.append(len(ids))
+    columns = {
+        "tokens": np.array(tokens, np.int32),
+        "mask": np.array(mask, bool),
+        "lengths": np.array(lengths, np.int32),
+        "labels": np.array(labels, np.float32),
+        "decided": np.array(decided, bool),
+    }
+    notes = {"truncated": truncated, "unlabelled": unlabelled, "joined": joined}
+    counts = {"labels": sum(mask), "wrong": int(num_wrong)}
+    return Table(columns, counts, {name: Lines.of(lines) for name, lines in notes.items()})
 
 
 class StepLoader(Loader):

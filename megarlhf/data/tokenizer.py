@@ -5,6 +5,7 @@ transformers and sentencepiece are imported when a tokenizer is loaded, not befo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -140,6 +141,14 @@ class Tokenizer(ABC):
         self.path = path
         # Kept in memory: a run outlives the checkpoint it was resumed from, which retention deletes.
         self._files = {file.relative_to(root): file.read_bytes() for file in files}
+
+    @property
+    def identity(self) -> str:
+        """A hash of the tokenizer's files: tokenizers of one identity give the same ids."""
+        digest = hashlib.sha256(type(self).__name__.encode())
+        for name, content in sorted(self._files.items()):
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -350,7 +359,12 @@ class _HuggingFace(Tokenizer):
             )
 
     def _chat_ids(self, messages: list[Message], *, add_generation_prompt: bool = False) -> list[int]:
-        return self.encode(self._render(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+        text = self._render(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # of a key beside role and content, which are checked
+            raise ValueError("the chat template writes a key of a message that has half a surrogate pair")
+        return self.encode(text)
 
     def _render(self, messages: list[Message], **options):
         try:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.batch import Rollout, Signals
+from megarlhf.cluster.offload import Offloaded
 from megarlhf.config import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class GateConfig:
     """When to check, and the tolerance of the mean absolute difference of token log-probs."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: no checks
     every: int = 0  # steps between further checks; 0: only before the first step
     tolerance: float | None = None  # nats; default: 1e-4 in fp32, 0.03 in bf16
     rows: int = 64  # of this rank's rollout, for the checks that compute again
@@ -42,11 +43,19 @@ class GateConfig:
 
 
 def run_gate(
-    rollout: Rollout, signals: Signals, *, actor: Engine, at_start: bool, temperature: float, config: GateConfig
+    rollout: Rollout,
+    signals: Signals,
+    *,
+    actor: Engine,
+    at_start: bool,
+    temperature: float,
+    config: GateConfig,
+    offloaded: list[Offloaded] = (),
 ) -> dict[str, float]:
     """The measured differences by name, on every rank. Collective.
 
-    `at_start`: the actor still equals the reference, so their KL must be 0. Raises UserError with the difference and
+    `at_start`: the actor still equals the reference, so their KL must be 0. `offloaded`: what is kept in host memory
+    must come back bit for bit. Raises UserError with the difference and
     the likely cause where one is too large.
     """
     tolerance = config.tolerance or (1e-4 if actor.config.params_dtype is torch.float32 else 0.03)
@@ -83,7 +92,24 @@ def run_gate(
                 f"step-0 gate: '{name}' differs by {difference:.3g} nats a token (tolerance {tolerance:g}): {cause}; "
                 "mend that, or set gate.tolerance if the difference is understood"
             )
-    return {f"gate/{name}": difference for name, (difference, _) in measured.items()}
+    found = {f"gate/{name}": difference for name, (difference, _) in measured.items()}
+    return found | ({"gate/offloaded": check_offloaded(offloaded)} if offloaded else {})
+
+
+def check_offloaded(parts: list[Offloaded]) -> float:
+    """0, the number of tensors that came back from host memory with other bits. Collective. Raises UserError, on every
+    rank alike, if it is another."""
+    wrong = [f"{part.name}: {name}" for part in parts for name in part.changed()]
+    everyone: list[list[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wrong)
+    named = [f"rank {rank}: {name}" for rank, names in enumerate(everyone) for name in names]
+    if named:
+        raise UserError(
+            f"gate: 'offloaded': {len(named)} tensors came back from host memory with other bits than they left the "
+            f"device with (the first: {named[0]}): something wrote to them there, or their copy failed; turn off "
+            "on_host and state_on_host, or replace the node's memory"
+        )
+    return 0.0
 
 
 def _difference(left: Tensor, right: Tensor, mask: Tensor, engine: Engine) -> float:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megarlhf import config as configuration
 from megarlhf.batch import Rollout, Scores
+from megarlhf.cluster import backend
 from megarlhf.data.prompts import PromptsConfig, PromptSet
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.experience.scorer import Scorer
@@ -39,16 +40,16 @@ MOST_SAMPLES = 2**14  # with more the ids of samples would not fit in 63 bits
 class EvaluationConfig:
     """Evaluation on held-out prompts. What is left out of the sampler is as in the section sampler."""
 
-    # path: a file of their own; other keys that are left out are those of the section prompts
+    # path: a file of their own.
     prompts: PromptsConfig | None = field(default=None, metadata=configuration.like("prompts"))
     every: int = 10  # steps; also before the first and after the last
     greedy: bool = True  # a greedy response to each prompt
     samples: int = 0  # sampled responses to each prompt, for pass@k; 0: none
     k: tuple[int, ...] | None = None  # default: 1 and `samples`
-    temperature: float | None = None  # of the samples; also the next two
-    top_k: int | None = None
-    top_p: float | None = None
-    response_length: int | None = None
+    temperature: float | None = None  # of the samples; default: as in sampler, also of the next three
+    top_k: int | None = None  # of the samples
+    top_p: float | None = None  # of the samples
+    response_length: int | None = None  # of all responses
     threshold: float = 1.0  # a response is right if its score is at least this
     source: str | None = None  # the scoring source whose own number is that score; default: the total score
     best: str | None = None  # the metric by which the best step is kept as a checkpoint: evaluation/greedy, say
@@ -110,15 +111,10 @@ def pass_at(k: int, right: int, samples: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def slots(config: SamplerConfig, prompts: int, stages: int) -> int:
-    """Slots of each pipeline stage for a rank's number of prompts: no more than there are responses; at least, if
-    memory decides on them."""
-    return min(config.slots, -(-prompts * config.samples_per_prompt // stages))
-
-
-def prompts_at_once(config: SamplerConfig, share: int, stages: int) -> int:
-    """Prompts of a rank that are sampled and scored in one call."""
-    return max(1, ROUNDS * slots(config, share, stages) * stages // config.samples_per_prompt)
+def prompts_at_once(num_slots: int, samples: int, most_rows: int) -> int:
+    """Prompts of a rank that are sampled and scored in one call, with so many slots and samples of each: at least one,
+    and otherwise no more than `most_rows` responses."""
+    return max(1, min(ROUNDS * num_slots, most_rows) // samples)
 
 
 def respond(
@@ -131,13 +127,15 @@ def respond(
     source: str | None,
     seed: int,
     eos_id: int | None,
+    most_rows: int,
     on_batch: Callable[[Rollout, Scores], None],
 ) -> Tensor:
     """(K, n, 2) float64 on the CPU: score and number of tokens of each response, in the order of the prompts; the same
     on every rank, and up to rounding in every layout. Collective.
 
-    length: columns of prompts. source: see `EvaluationConfig`. on_batch: called with this rank's rows after each call
-    of the sampler. Raises UserError, the same on every rank, as `Scorer.score` does.
+    length: columns of prompts. source: see `EvaluationConfig`. most_rows: responses that this rank may score in one
+    call, unless one prompt alone has more; memory decides on the slots, which may suggest more. on_batch: called with
+    this rank's rows after each call of the sampler. Raises UserError, the same on every rank, as `Scorer.score` does.
 
     The sampler is built here and dropped at the end: its caches, and on a GPU its graphs, need memory meanwhile alone.
     """
@@ -146,7 +144,9 @@ def respond(
     share = -(-len(prompts) // topology.data_size)
     mine = np.minimum(np.arange(share) + topology.data_rank * share, len(prompts) - 1)
     policy = Sampler(engine, draw, rows=share * samples, prompt_length=length, seed=seed, eos_id=eos_id)
-    step = max(1, ROUNDS * policy.num_slots // samples)
+    most = torch.tensor(most_rows, device=backend.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MIN)  # ranks may have different numbers of CPUs
+    step = prompts_at_once(policy.num_slots, samples, int(most))
     parts = []
     for start in range(0, share, step):
         rows = mine[start : start + step]

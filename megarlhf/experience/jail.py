@@ -35,7 +35,7 @@ MS_NOATIME, MS_NODIRATIME, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 1024, 2048
 OPTIONS = {"ro": MS_RDONLY, "nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": MS_NOATIME,
            "nodiratime": MS_NODIRATIME, "relatime": MS_RELATIME}  # fmt: skip
 MNT_DETACH = 2
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CAPABILITY_VERSION_3 = 0x20080522
 NUMBERS = {"x86_64": (155, 250), "aarch64": (41, 219)}  # of pivot_root and keyctl, for which libc has no functions
 KEYCTL_JOIN_SESSION_KEYRING = 1
@@ -104,16 +104,23 @@ def _door(config: dict[str, Any], code: bytes, tell: int, go: int) -> int:
         os.setgroups([])
         os.setresgid(inner, inner, inner)
         os.setresuid(inner, inner, inner)
+    _end_with_parent()
     child = os.fork()
     if child:
         return _status(child)
     try:
+        _end_with_parent()
         _build(config, opened)
         _give_up_privileges()
         _limit(config)
         return _keep(config, code)
     except OSError as error:
         raise BrokenError(f"{error.filename or 'set-up'}: {error.strerror}")
+
+
+def _end_with_parent() -> None:
+    """If the machine's lack of memory kills one process of the three, it ends them all."""
+    _call("prctl", libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _build(config: dict[str, Any], opened: dict[str, int]) -> None:

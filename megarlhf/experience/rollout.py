@@ -5,7 +5,6 @@ Legend: B rows of this data-parallel rank, G of the global batch, P prompt colum
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.batch import Experience, Rollout, Sequences, Signals, Stage
-from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import Topology
+from megarlhf.models.hydra import Hydra
 from megarlhf.stream import num_tokens, shares
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def evaluate(
     rollout: Rollout,
     *,
     actor: Engine,
-    reference: Engine,
+    reference: Engine | Hydra,
     critic: Engine | None,
     temperature: float,
     signals: frozenset[str] = frozenset(),
@@ -38,55 +37,36 @@ def evaluate(
     """Log-probs of the sampled tokens under the policy and the reference, at the sampling temperature (detail P1), and
     what `signals` names: values, and kl, the exact KL. The models see the untruncated response. `critic` None: the
     actor's own head gives the values. The exact KL takes a second head pass, and room for the reference's hidden
-    states, (B, R, H), on every stage. Collective."""
-    if "kl" in signals:
-        batch, options, others = compared(rollout, reference, temperature=temperature)
+    states, (B, R, H), on every stage. A hydra reference takes one pass of the trunk with the policy. Collective."""
+    if isinstance(reference, Hydra):
+        outputs = reference.beside(rollout, temperature=temperature, with_kl="kl" in signals)
+        ref_logprobs = outputs["ref_logprobs"]
     else:
         batch, options = rollout, {}
-        with resident(reference):
+        if "kl" in signals:
+            batch, options, others = compared(rollout, reference, temperature=temperature)
+        else:
             others = reference.forward(rollout, temperature=temperature)
-    outputs = actor.forward(batch, temperature=temperature, **options)
+        outputs, ref_logprobs = actor.forward(batch, temperature=temperature, **options), others["logprobs"]
     values = None
     if "values" in signals:
         values = (outputs if critic is None else critic.forward(rollout))["values"].masked_fill(~rollout.mask, 0)
-    return Signals(outputs["logprobs"], others["logprobs"], values, outputs.get("kl"))
+    return Signals(outputs["logprobs"], ref_logprobs, values, outputs.get("kl"))
 
 
 def compared(
-    rows: SequencesT, reference: Engine, *, temperature: float
+    rows: SequencesT, reference: Engine | Hydra, *, temperature: float
 ) -> tuple[SequencesT, dict[str, Tensor], dict[str, Tensor]]:
     """(rows, options of the head) with which a policy's outputs have "kl", its exact KL to the reference; and the
     reference's own outputs. Collective."""
     options = {}
-    with resident(reference):
+    with reference.present("weights"):
         outputs = reference.forward(rows, temperature=temperature, with_states=True)
         if reference.topology.last_stage:
-            # `detach`: the weight stays on the device when the other weights leave it
-            options["ref_weight"] = reference.modules[-1].head_weight().detach()
+            weight = reference.head_weight()
+            # a copy stays on the device when the weights leave it
+            options["ref_weight"] = weight.clone() if reference.is_on_host("weights") else weight
     return dataclasses.replace(rows, ref_states=outputs["states"]), options, outputs
-
-
-def keep_on_host(engine: Engine) -> None:
-    """Move a model's weights to host memory; `resident` copies them to the device while they are needed."""
-    for module in engine.modules:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.cpu()
-            if backend.on_cuda():
-                parameter.data = parameter.data.pin_memory()
-
-
-@contextlib.contextmanager
-def resident(engine: Engine) -> Iterator[None]:
-    """The engine's weights on the device, for a model that is otherwise kept on the host; no copy for others."""
-    parameters = [parameter for module in engine.modules for parameter in module.parameters()]
-    host = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.data.to(backend.device(), non_blocking=True)
-    try:
-        yield
-    finally:
-        for parameter, data in zip(parameters, host, strict=True):
-            parameter.data = data
 
 
 def minibatches(
@@ -111,8 +91,11 @@ def gather(rows: Stage, topology: Topology) -> Stage:
         return rows
 
     def collect(value: Tensor) -> Tensor:
-        parts = [torch.empty_like(value) for _ in range(topology.data_size)]
-        dist.all_gather(parts, value.contiguous(), group=topology.data_group)
-        return torch.cat(parts)
+        bits = value.contiguous()
+        if value.dtype is torch.int16:  # gloo has none
+            bits = bits.view(torch.uint8)
+        parts = [torch.empty_like(bits) for _ in range(topology.data_size)]
+        dist.all_gather(parts, bits, group=topology.data_group)
+        return torch.cat(parts).view(value.dtype)
 
     return rows.map(collect)

@@ -13,35 +13,31 @@ W >= P + R columns of a slot, H hidden size, V' vocabulary columns of this rank.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megarlhf import kernels
 from megarlhf.batch import Prompts, Rollout
-from megarlhf.cluster import backend, cuda_graphs, operations
+from megarlhf.cluster import backend, cuda_graphs, residency
 from megarlhf.config import UserError
-from megarlhf.experience.slots import Slots, Start
+from megarlhf.experience.routes import Routes
+from megarlhf.experience.slot_group import PREFILL_TOKENS, SlotGroup
+from megarlhf.experience.slot_memory import SLOTS, SlotMemory
+from megarlhf.experience.slots import Slots
 from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw, Sampled
-from megarlhf.models.cache import VECTOR, Cache, Prefill, Step
+from megarlhf.models.cache import VECTOR, Cache
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
 
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # computed at once: they fit a CPU's cache, and fill a GPU
 # Steps between looks at which responses have ended, if that is not free: it waits for the device, and other stages must
 # be told.
 LOOK_EVERY = {"cpu": 4, "cuda": 16}
-SLOTS = 16  # by default, where the device's memory is not known
-FREE = 0.9  # of a device's free memory, for what `Sampler.slot_bytes` and `fixed_bytes` count
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,9 @@ class SamplerConfig(Draw):
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
     @property
-    def slots(self) -> int:
-        """`micro_batch_size`, or its default without a GPU."""
-        return self.micro_batch_size or SLOTS
+    def least_slots(self) -> int:
+        """So many slots at least: without `micro_batch_size` memory decides on a GPU."""
+        return self.micro_batch_size or (1 if backend.on_cuda() else SLOTS)
 
 
 class Sampler:
@@ -73,8 +69,9 @@ class Sampler:
 
     prompt_length: P. seed: of the noise. pad_id: the id of padding, outside the vocabulary (default: the first id after
     it). eos_id: needed by `stop_at_eos`. with_entropy: record entropies too. lockstep: a group of data-parallel ranks
-    that run the same forward passes, as expert parallelism needs; ranks that have finished run empty ones. rows: no
-    call samples more responses on this rank, so that more slots are not needed. q_beta: for models with Q heads: tokens
+    that run the same forward passes; ranks that have finished run empty ones. With expert parallelism it is always the
+    model's data-parallel group. rows: no call samples more responses on this rank, so that more slots are not needed.
+    record_experts: rollouts name each token's experts (`Sequences.experts`). q_beta: for models with Q heads: tokens
     are drawn from softmax((logits + q_beta Q) / temperature), Q the smaller of the slow copies' two values; top_k,
     top_p, log-probs and entropies are of this distribution. ILQL's logits + q_beta (Q - V) (arXiv:2206.11871, section
     4) give the same: V is equal for all tokens of a state.
@@ -95,12 +92,14 @@ class Sampler:
         lockstep: dist.ProcessGroup | None = None,
         rows: int | None = None,
         q_beta: float = 0.0,
+        record_experts: bool = False,
     ):
         assert not q_beta or engine.modules[0].has_q
         architecture = engine.modules[0].architecture
         self.engine, self.topology, self.config = engine, engine.topology, config
         self.vocab_size, self.seed, self.with_entropy = architecture.vocab_size, seed, with_entropy
-        self.eos_id, self.lockstep, self.prompt_length, self.q_beta = eos_id, lockstep, prompt_length, q_beta
+        self.eos_id, self.prompt_length, self.q_beta = eos_id, prompt_length, q_beta
+        self.lockstep = engine.topology.data_group if engine.topology.parallel.expert > 1 else lockstep
         self.pad_id = architecture.vocab_size if pad_id is None else pad_id
         self.length = prompt_length + config.response_length
         self.columns = -(-self.length // VECTOR) * VECTOR  # of a slot
@@ -109,52 +108,30 @@ class Sampler:
         parallel, device = self.topology.parallel, backend.device()
         self.tensor_group = self.topology.tensor_group if parallel.tensor > 1 else None
         self.parts = parallel.tensor if engine.config.sequence_parallel else 1  # a stream is a multiple of so many
-        self.static = cuda_graphs.captures()
+        # How many tokens go to an expert is not known beforehand, so a step with experts cannot be recorded.
+        self.static = cuda_graphs.captures() and not architecture.num_experts
         free = not self.static and parallel.pipeline == 1
         self.look_every = 1 if free else LOOK_EVERY[device.type]
-        size = config.micro_batch_size or self._slots_that_fit()
+        self.memory = SlotMemory.of(
+            engine, config, prompt_length=prompt_length, columns=self.columns, prefill=PREFILL_TOKENS[device.type],
+            parts=self.parts, q_beta=q_beta, record=record_experts,
+        )  # fmt: skip
+        size = config.micro_batch_size or self.memory.fitting(multiple=self.parts)
         if rows is not None:
             size = min(size, -(-rows // parallel.pipeline))
         size = -(-size // self.parts) * self.parts
-        self.caches = [Cache(chunk, slots=parallel.pipeline * size, columns=self.columns) for chunk in engine.modules]
-        self.groups = [_Group(self, number, size) for number in range(parallel.pipeline)]
+        self.record_experts, self.routes = record_experts, None
+        self.caches = [
+            Cache(chunk, slots=parallel.pipeline * size, columns=self.columns, record=record_experts)
+            for chunk in engine.modules
+        ]
+        self.groups = [SlotGroup(self, number, size) for number in range(parallel.pipeline)]
         self._free()
 
-    def _slots_that_fit(self) -> int:
-        """Slots of each stage for which every rank has memory, a multiple of `parts`; SLOTS if it does not say.
-        Collective."""
-        backend.trim()
-        free, _ = backend.memory()
-        if not free:
-            return SLOTS
-        fitting = torch.tensor(int(FREE * free - self.fixed_bytes) // self.slot_bytes, device=backend.device())
-        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-        return max(self.parts, int(fitting) // self.parts * self.parts)
-
     @property
-    def slot_bytes(self) -> int:
-        """Bytes that each further slot of every stage takes on this rank."""
-        stages, chunks = self.topology.parallel.pipeline, self.engine.modules
-        cache = sum(Cache.slot_bytes(chunk, columns=self.columns) for chunk in chunks)
-        if self.topology.last_stage:  # logits of one stage's slots at a time, and what is computed from them
-            return stages * cache + self._column_bytes() * len(chunks[-1].head_weight())
-        # The prompts' hidden states wait until the next stage has taken them.
-        states = self.prompt_length * self.engine.config.hidden_size * self.engine.config.params_dtype.itemsize
-        return stages * (cache + len(chunks) * states // self.parts)
-
-    def _column_bytes(self) -> int:
-        """Bytes of a slot's logit in float32 and of the sampling kernels' scratch for it."""
-        if self.config.top_k or self.config.top_p < 1:
-            return 48  # the search for the threshold sorts int64 keys; measured: 41 beside the logit
-        return 16 if self.q_beta else 8
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that do not depend on the slots: activations of the prompts that are computed at once."""
-        config, parallel = self.engine.config, self.topology.parallel
-        channels = 4 * config.hidden_size + 4 * config.ffn_hidden_size // parallel.tensor
-        tokens = max(PREFILL_TOKENS[backend.device().type], self.prompt_length)  # a longer prompt is computed alone
-        return tokens * channels * config.params_dtype.itemsize
+    def slots_of_a_stage(self) -> int:
+        """Responses that each stage's model computes at once."""
+        return self.groups[0].size
 
     @property
     def num_slots(self) -> int:
@@ -165,6 +142,12 @@ class Sampler:
     def num_bytes(self) -> int:
         """Bytes of this sampler on this rank beside the weights: caches and messages."""
         return sum(part.num_bytes for part in (*self.caches, *self.groups))
+
+    def resident(self) -> int:
+        """Bytes of the caches on the device now: they have them during `sample`."""
+        return sum(
+            x.untyped_storage().nbytes() for cache in self.caches for x in (cache.keys, cache.values, cache.experts)
+        )
 
     @torch.no_grad()  # not inference_mode: training writes to a buffer of megatron's and reads tables that it makes
     def sample(self, prompts: Prompts, on_tokens: Callable[[int], None] = lambda count: None) -> Rollout:
@@ -191,6 +174,10 @@ class Sampler:
         self.slots = Slots(rows=rows, samples=config.samples_per_prompt, groups=len(self.groups),
                            size=self.groups[0].size)  # fmt: skip
         self._allocate()
+        self.routes = None if not self.record_experts else Routes(
+            self.engine, self.caches[0], rows=rows, columns=self.length, prompt_length=self.prompt_length,
+            parts=self.parts,
+        )  # fmt: skip
         try:
             self._run(on_tokens)
         finally:
@@ -199,7 +186,11 @@ class Sampler:
         if self.topology.parallel.pipeline > 1:
             for value in results.values():
                 dist.broadcast(value, src=self.topology.last_stage_rank, group=self.topology.pipeline_group)
-        return rollout_of(self.prompts, self.sequence_ids, results, config, self.eos_id, self.pad_id)
+        rollout = rollout_of(self.prompts, self.sequence_ids, results, config, self.eos_id, self.pad_id)
+        if self.routes is None:
+            return rollout
+        routes, self.routes = self.routes, None
+        return replace(rollout, experts=routes.result())
 
     def _run(self, on_tokens: Callable[[int], None]) -> None:
         """Every rank does its tasks in the order (step, chunk, group), and every message goes to a task that is later
@@ -218,8 +209,7 @@ class Sampler:
             on_tokens(sum(self.slots.count(group.number) for group in self.groups))
             step += 1
         for group in self.groups:
-            for what in list(group.sending):
-                group.wait(what)
+            group.messages.wait_for_all()
 
     def size(self, row: int) -> int:
         """Tokens of a row's prompt; 1 for row N, which is none."""
@@ -236,9 +226,7 @@ class Sampler:
     def draw(self, hidden: Tensor, sequence_ids: Tensor, steps: Tensor) -> Sampled:
         """(s, H) hidden states of the last stage -> a token a row."""
         model = self.engine.modules[-1]
-        weight = model.head_weight()
-        project = operations.linear if weight.dtype.itemsize > 2 else kernels.linear_logits  # float32, as the trainer's
-        logits = project(hidden, weight)
+        logits = model.logits(hidden)
         if self.q_beta:
             logits.add_(model.q_heads.slow_values(hidden), alpha=self.q_beta)
         return sampling.sample(
@@ -256,8 +244,10 @@ class Sampler:
         backend.trim()  # sampling cannot use the free memory that other phases leave
         for cache in self.caches:
             cache.allocate()
-        for group in self.groups:
-            group.record()
+        with cuda_graphs.together():
+            for group in self.groups:
+                group.record()
+        residency.note()
 
     def _free(self) -> None:
         for group in self.groups:
@@ -265,256 +255,6 @@ class Sampler:
         for cache in self.caches:
             cache.free()
         backend.trim()
-
-
-class _Group:
-    """The slots that are computed together: the state of each, messages, and the step over tensors with fixed
-    addresses."""
-
-    def __init__(self, sampler: Sampler, number: int, size: int):
-        self.sampler, self.topology, self.number, self.size = sampler, sampler.topology, number, size
-        self.first = number * size  # of the cache's slots
-        self.active = 0  # slots that are computed: the first so many
-        pipeline = self.topology.pipeline_group
-        stage, stages = self.topology.pipeline_rank, self.topology.parallel.pipeline
-        self.before, self.behind = (dist.get_global_rank(pipeline, (stage + way) % stages) for way in (-1, 1))
-        device = backend.device()
-        zeros = partial(torch.zeros, size, dtype=torch.int64, device=device)
-        # Of each slot: its newest token and its position; tokens sampled so far; its row, its sequence id, and whether
-        # its EOS was sampled.
-        self.tokens, self.positions, self.steps, self.rows, self.sequence_ids, self.ended = (zeros() for _ in range(6))
-        self.visible = torch.zeros(size, 1, 1, sampler.columns, dtype=torch.bool, device=device)  # columns
-        self.state = (self.tokens, self.positions, self.steps, self.rows, self.sequence_ids, self.ended, self.visible)
-        self.logprobs, self.entropy = (torch.zeros(size, device=device) for _ in range(2))
-        self.index = torch.arange(size, device=device)
-        self.ages = [0] * size  # `steps`, known to the host
-        self.awaited = 0  # tokens that the last stage sends back
-        config, chunks = sampler.engine.config, sampler.engine.modules
-        hidden = (len(chunks), size // sampler.parts, 1, config.hidden_size)
-        self.received, self.sent = (torch.zeros(hidden, dtype=config.params_dtype, device=device) for _ in range(2))
-        # Unfinished sends of each chunk, and of the rows (None). They are waited for one step later: before that the
-        # receiver may itself wait for what this rank sends next.
-        self.sending: dict[int | None, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
-        self.num_chunks = len(chunks)
-        self.decode: list[Callable[[], None]] = []  # a step of each chunk, during `sample`
-
-    def record(self) -> None:
-        self.decode = [cuda_graphs.captured(partial(self._decode, chunk)) for chunk in range(self.num_chunks)]
-
-    def forget(self) -> None:
-        self.decode = []
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = (*self.state, self.logprobs, self.entropy, self.index, self.received, self.sent)
-        return sum(x.numel() * x.element_size() for x in tensors)
-
-    # ------------------------------------------------------------------------------------------- which rows
-
-    def refill(self, step: int) -> None:
-        """Before a step: receive the tokens of the one before; when it is time to look, let rows that have ended leave
-        and others start."""
-        sampler, slots = self.sampler, self.sampler.slots
-        if step == 0:
-            self.active, self.awaited = 0, 0
-            self._put(range(self.size), [sampler.num_rows] * self.size)
-        if self.awaited:
-            self._receive(self.tokens[: self.awaited])
-            self.ended[: self.awaited] |= self.tokens[: self.awaited] == sampler.eos_id
-            self.awaited = 0
-        config, self.starts, self.moves = sampler.config, [], []
-        full = [row is not None and age >= config.response_length
-                for row, age in zip(slots.held[self.number], self.ages, strict=True)]  # fmt: skip
-        look = any(full) or (config.stop_at_eos and step % sampler.look_every == 0)
-        if step == 0 or (look and slots.count(self.number)):
-            self._change(self._decided(full))
-        used = slots.used(self.number)
-        self.prefills = self._parts()
-        together, number = sampler.agreed(min(used, 1), len(self.prefills))
-        self.prefills += [[]] * (number - len(self.prefills))
-        wanted = self.size if sampler.static else max(used, 1)
-        self.active = together * -(-wanted // sampler.parts) * sampler.parts
-        self.ages = [age + 1 for age in self.ages]
-
-    def _decided(self, full: list[bool]) -> list[int | None]:
-        """The rows of this group from now on, the same on every stage: the first stage knows which have ended."""
-        sampler, slots, compact = self.sampler, self.sampler.slots, not self.sampler.static
-        if not sampler.config.stop_at_eos:  # all know
-            return slots.refilled(self.number, full, compact=compact)
-        self.wait(None)
-        told = torch.empty_like(self.rows)
-        if self.topology.first_stage:
-            ended = [over or eos for over, eos in zip(full, self.ended.bool().tolist(), strict=True)]
-            held = slots.refilled(self.number, ended, compact=compact)
-            told.copy_(torch.tensor([-1 if row is None else row for row in held]))
-        else:
-            self._receive(told)
-            held = [None if row < 0 else row for row in told.tolist()]
-        if not self.topology.last_stage:
-            self._send(told, None)
-        return held
-
-    def _change(self, held: list[int | None]) -> None:
-        """Hold these rows from now on."""
-        sampler, before = self.sampler, self.sampler.slots.held[self.number]
-        self.starts, moves = sampler.slots.take(self.number, held)
-        for source, target in moves:
-            for x in self.state:
-                x[target] = x[source]
-            columns = sampler.size(before[source]) + self.ages[source]
-            self.moves.append((self.first + source, self.first + target, columns))
-            self.ages[target] = self.ages[source]
-        self._put([start.slot - self.first for start in self.starts], [start.row for start in self.starts])
-        left = [slot for slot, row in enumerate(held) if row is None]
-        self._put(left, [sampler.num_rows] * len(left))
-
-    def _put(self, slots: Sequence[int], rows: list[int]) -> None:
-        """The state of slots in which these rows start: the newest token is the prompt's last. Row N is none."""
-        if not rows:
-            return
-        sampler, device = self.sampler, self.tokens.device
-        index, given = torch.tensor(slots, device=device), torch.tensor(rows, device=device)
-        known = given.clamp(max=sampler.num_rows - 1)
-        sizes = torch.tensor([sampler.size(row) for row in rows], device=device)
-        self.tokens[index] = sampler.prompts.tokens[known // sampler.config.samples_per_prompt, -1]
-        self.positions[index] = sizes - 1
-        self.steps[index] = self.ended[index] = 0
-        self.rows[index] = given
-        self.sequence_ids[index] = sampler.sequence_ids[known]
-        self.visible[index, 0, 0] = torch.arange(sampler.columns, device=device) < sizes[:, None] - 1
-        for slot in slots:
-            self.ages[slot] = 0
-
-    def _parts(self) -> list[list[Start]]:
-        """The rows that start, but for those that copy their prompt, in parts of about PREFILL_TOKENS."""
-        parts, space = [], 0
-        for start in self.starts:
-            size = self.sampler.size(start.row) - 1
-            if start.source is None and size:
-                if size > space:
-                    parts.append([])
-                    space = PREFILL_TOKENS[self.tokens.device.type]
-                parts[-1].append(start)
-                space -= size
-        return parts
-
-    # ------------------------------------------------------------------------------------------- compute
-
-    def compute(self, chunk: int) -> None:
-        """One chunk of one step: the rows that move, the prompts of those that start, then the newest token of each
-        slot."""
-        self.wait(chunk)
-        # Chunk by chunk: another group's row may have started in this step, and its prompt be copied from a slot here.
-        for move in self.moves:
-            self.sampler.caches[chunk].copy(*move)
-        for part in self.prefills:
-            self._prefill(chunk, part)
-        for start in self.starts:
-            if start.source not in (None, start.slot):
-                self.sampler.caches[chunk].copy(start.source, start.slot, self.sampler.size(start.row) - 1)
-        if not self._is_first(chunk):
-            self._receive(self.received[chunk, : self.active // self.sampler.parts])
-        self.decode[chunk]()
-        if not self._is_last(chunk):
-            self._send(self.sent[chunk, : self.active // self.sampler.parts], chunk)
-        else:
-            for name, target in self.sampler.results.items():
-                target[self.rows, self.steps - 1] = getattr(self, name)
-            if self.topology.parallel.pipeline > 1:
-                self._send(self.tokens[: self.active].clone(), chunk)
-        if chunk == self.num_chunks - 1 and self.topology.first_stage and not self.topology.last_stage:
-            self.awaited = self.active
-
-    def _prefill(self, chunk: int, starts: list[Start]) -> None:
-        """Keys and values of the prompts of these rows without their last tokens."""
-        sampler, device = self.sampler, self.tokens.device
-        rows = torch.tensor([start.row for start in starts], dtype=torch.int64, device=device)
-        slots = torch.tensor([start.slot for start in starts], dtype=torch.int64, device=device)
-        lengths = tuple(sampler.size(start.row) - 1 for start in starts)
-        sizes = torch.tensor(lengths, dtype=torch.int64, device=device)
-        prompts = sampler.prompts.select(rows // sampler.config.samples_per_prompt)
-        real = prompts.valid[:, :-1]
-        tokens, ends = prompts.tokens[:, :-1][real], sizes.cumsum(0)
-        positions = (real.cumsum(1) - 1)[real]
-        spans = Prefill(
-            lengths=lengths, bounds=F.pad(ends, (1, 0)).int(), read=self.index[: sampler.parts],
-            cache=sampler.caches[chunk], slots=slots.repeat_interleave(sizes), positions=positions,
-        )  # fmt: skip
-        total = max(1, -(-len(tokens) // sampler.parts)) * sampler.parts
-        tokens, positions = (F.pad(x, (0, total - len(x))) for x in (tokens, positions))
-        hidden = None
-        if not self._is_first(chunk):
-            hidden = self.received.new_empty(total // sampler.parts, *self.received.shape[2:])
-            self._receive(hidden)
-        hidden = sampler.engine.modules[chunk].run(tokens, positions, spans, sampler.length, hidden)
-        if not self._is_last(chunk):
-            self._send(hidden, chunk)
-
-    def _decode(self, chunk: int) -> None:
-        """One chunk of a step of the active slots."""
-        sampler, width = self.sampler, self.sampler.columns
-        if not sampler.static:  # the columns in use
-            held = sampler.slots.held[self.number]
-            used = [sampler.size(row) + age for row, age in zip(held, self.ages, strict=True) if row is not None]
-            width = -(-(max(used, default=2) - 1) // VECTOR) * VECTOR
-        mine = slice(self.active)
-        if chunk == 0:
-            self.visible[self.index, 0, 0, self.positions] = True
-        visible = self.visible[mine, ..., :width]
-        bias = visible.new_zeros(visible.shape, dtype=sampler.engine.config.params_dtype)
-        step = Step(
-            sampler.caches[chunk], slice(self.first, self.first + self.active), self.index[mine], self.positions[mine],
-            bias.masked_fill_(~visible, -torch.inf),
-        )  # fmt: skip
-        hidden = None if self._is_first(chunk) else self.received[chunk, : self.active // sampler.parts]
-        hidden = sampler.engine.modules[chunk].run(
-            self.tokens[mine], self.positions[mine], step, sampler.length, hidden
-        )
-        if self._is_last(chunk):
-            self._draw(hidden)
-        else:
-            self.sent[chunk, : len(hidden)].copy_(hidden)
-        if chunk == self.num_chunks - 1:
-            self.positions.add_(1).clamp_(max=sampler.length - 1)
-            self.steps.add_(1).clamp_(max=sampler.config.response_length)
-
-    def _draw(self, hidden: Tensor) -> None:
-        """The next tokens, from hidden states [s, 1, H] or their sequence shard."""
-        if self.sampler.parts > 1:
-            shard, hidden = hidden.contiguous(), hidden.new_empty(self.active, *hidden.shape[1:])
-            dist.all_gather_into_tensor(hidden, shard, group=self.topology.tensor_group)
-        mine = slice(self.active)
-        sampled = self.sampler.draw(hidden[:, 0], self.sequence_ids[mine], self.steps[mine])
-        for name, value in sampled._asdict().items():
-            if value is not None:
-                getattr(self, name)[mine] = value
-        self.ended[mine] |= sampled.tokens == self.sampler.eos_id
-
-    # ------------------------------------------------------------------------------------------- messages
-
-    def _is_first(self, chunk: int) -> bool:
-        """Whether this rank's `chunk` is the model's first."""
-        return self.topology.first_stage and chunk == 0
-
-    def _is_last(self, chunk: int) -> bool:
-        """Whether this rank's `chunk` is the model's last."""
-        return self.topology.last_stage and chunk == self.num_chunks - 1
-
-    # Last stage -> first has a communicator of its own: over NCCL, messages in both directions between two ranks would
-    # otherwise wait for each other in one queue.
-
-    def _receive(self, into: Tensor) -> None:
-        group = self.topology.ring_group if self.topology.first_stage else self.topology.pipeline_group
-        dist.irecv(into, self.before, group=group).wait()
-
-    def _send(self, value: Tensor, what: int | None) -> None:
-        group = self.topology.ring_group if self.topology.last_stage else self.topology.pipeline_group
-        self.sending[what].append((dist.isend(value, self.behind, group=group), value))
-
-    def wait(self, what: int | None) -> None:
-        """For what was sent."""
-        for work, _ in self.sending.pop(what, ()):
-            work.wait()
 
 
 def check_sampling(config: SamplerConfig, architecture, *, prompt_length: int, eos_id: int | None, pad_id: int) -> None:

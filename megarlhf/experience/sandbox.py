@@ -115,6 +115,18 @@ def _run(code: str, tests: list[str], limits: SandboxConfig) -> tuple[int, str]:
         if process.returncode is None:  # also where the rank is interrupted
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+        if process.returncode < 0:  # killed, so that it has not waited for the others
+            _end(process.pid)
+
+
+def _end(group: int) -> None:
+    """Kill the processes of a sandbox whose first process is gone, and wait until the kernel has removed them: it kills
+    the code's own processes when the keeper, one of the group, ends."""
+    until = time.monotonic() + GRACE
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or only another user's
+        while time.monotonic() < until:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def _broken(reason: str) -> UserError:

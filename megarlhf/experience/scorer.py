@@ -26,7 +26,7 @@ from megarlhf.algorithms.process_reward import response_score
 from megarlhf.algorithms.reward import final_scores
 from megarlhf.batch import Rollout, Scores
 from megarlhf.cluster.parallel import Topology
-from megarlhf.config import UserError
+from megarlhf.config import PathName, UserError
 from megarlhf.data.tokenizer import Tokenizer, token_id
 from megarlhf.experience import sources
 from megarlhf.experience.running import Moments
@@ -51,8 +51,9 @@ class SourceConfig(VerifyConfig):
     servers answer with a number for a response, or with [end, score] pairs for its steps (docs/reward-server.md);
     verifiers with 1 or 0 (docs/rewards.md)."""
 
-    checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
-    function: str | None = None  # module:function or path/to/file.py:function; called on one rank of each model copy
+    checkpoint: PathName | None = None  # a reward model: a run, a checkpoint or a model directory
+    # module:function or path/to/file.py:function; called on one rank of each model copy
+    function: PathName | None = None
     url: str | None = None  # http://host:port of a reward server (docs/reward-server.md)
     name: str | None = None  # in metrics, samples and the report; default: of the directory, function, host or verifier
     weight: float = 1.0
@@ -102,6 +103,7 @@ class ScoringConfig:
     truncate_token: str | None = None  # scoring cuts responses after the first of these; tokenized as after a word: "."
     truncate_after: int = 0  # only tokens at this column of the response (from 0) or later count
     penalty: float = -1.0  # the score of a response without it
+    on_host: bool = False  # reward models' weights in host memory, on the device only while they score
 
     def __post_init__(self):
         if not self.sources:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megarlhf.kernels.chunks import Call, give_back, weight_accumulator, weight_grad
-from megarlhf.kernels.products import accumulate, operand_of, project, sum_dtype
+from megarlhf.kernels.products import accumulate, gradient_buffer, operand_of, project, sum_dtype, uncap_
 from megarlhf.kernels.shard import CallOptions, gather, merge_sizes
 
 
@@ -28,6 +28,7 @@ def linear_policy_ref_kl(
     *,
     rows: slice | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     vocab_size: int | None = None,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -37,13 +38,14 @@ def linear_policy_ref_kl(
 ) -> Tensor:
     """KL(policy || ref) of softmax(hidden @ weight^T / temperature), without keeping logits; differentiable in hidden
     and weight_shard. ref_hidden: (N, H), the reference's states of the selected rows, the same on all TP ranks, without
-    gradient, as ref_weight_shard (V', H). Returns (N,) nats, float32. The rest as in `linear_logprobs`.
+    gradient, as ref_weight_shard (V', H). With `softcap` the logits of both models are capped. Returns (N,) nats,
+    float32. The rest as in `linear_logprobs`.
 
     The backward computes the logits of both models again: 2 GEMMs forward and 4 backward.
     """
     options = CallOptions.of(
         weight_shard, len(weight_shard), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group,
-        backend=backend,
+        backend=backend, softcap=softcap,
     )  # fmt: skip
     call = Call(
         options, hidden, weight_shard, rows=rows, sequence_parallel=sequence_parallel,
@@ -64,7 +66,8 @@ class _LinearKL(torch.autograd.Function):
         scratch, ref_scratch = call.scratch(x, w), call.scratch(ref_x, ref_w)
         kl, scalars = x.new_empty(len(x), dtype=sum_dtype(x)), x.new_empty(len(x), 3, dtype=sum_dtype(x))
         for chunk in call.chunks(x):
-            logits, ref_logits = project(x[chunk], w, scratch), project(ref_x[chunk], ref_w, ref_scratch)
+            logits = project(x[chunk], w, scratch, call.options.softcap)
+            ref_logits = project(ref_x[chunk], ref_w, ref_scratch, call.options.softcap)
             kl[chunk], scalars[chunk] = kl_of_logits(logits, ref_logits, call.options)
         give_back(scratch), give_back(ref_scratch)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scalars)
@@ -83,10 +86,11 @@ class _LinearKL(torch.autograd.Function):
         w_grad = weight_accumulator(weight, w, call.fusion) if need_weight else None
         scratch, ref_scratch = call.scratch(x, w), call.scratch(ref_x, ref_w)
         for chunk in call.chunks(x):
-            logits, ref_logits = project(x[chunk], w, scratch), project(ref_x[chunk], ref_w, ref_scratch)
-            # In half precision the GEMMs want half operands; else the gradient takes the place of the logits.
-            d = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
+            logits = project(x[chunk], w, scratch, call.options.softcap)
+            ref_logits = project(ref_x[chunk], ref_w, ref_scratch, call.options.softcap)
+            d = gradient_buffer(logits, x, call.options.softcap)
             write_kl_grad(call.options, logits, ref_logits, scalars[chunk], grad[chunk], d)
+            uncap_(d, logits, call.options.softcap)
             if need_hidden:
                 torch.mm(d, w, out=x_grad[chunk])
             if need_weight:

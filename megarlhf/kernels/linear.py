@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megarlhf.kernels.chunks import Call, give_back, weight_accumulator, weight_grad
-from megarlhf.kernels.products import accumulate, operand_of, project, sum_dtype
+from megarlhf.kernels.products import accumulate, gradient_buffer, operand_of, project, sum_dtype, uncap_
 from megarlhf.kernels.shard import CallOptions, gather, grad_scalars, merge, tp_size, write_logprob_grad
 
 
@@ -37,6 +37,7 @@ def linear_logprobs(
     *,
     rows: slice | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = True,
     vocab_size: int | None = None,
@@ -51,6 +52,8 @@ def linear_logprobs(
 
         log p = z_y - log sum_v e^z_v,   H = -sum_v p_v ln p_v,   z = logits / temperature
         d logits_v = [g (1[v = y] - p_v) - g_H p_v (ln p_v + H)] / temperature
+
+    With `softcap` the logits are softcap * tanh(hidden @ weight^T / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 
     hidden: (S, B, H), the same on all TP ranks, or this rank's (S/TP, B, H) under `sequence_parallel`.
     weight_shard: (V', H), this rank's rows [rank V', (rank + 1) V') of the output (or the tied embedding) weight.
@@ -75,7 +78,7 @@ def linear_logprobs(
         raise ValueError(f"labels must be int64 vocabulary ids, not {labels.dtype}; use labels.long()")
     options = CallOptions.of(
         weight_shard, len(weight_shard), temperature=temperature, with_entropy=with_entropy, entropy_grad=entropy_grad,
-        vocab_size=vocab_size, tp_group=tp_group, backend=backend,
+        vocab_size=vocab_size, tp_group=tp_group, backend=backend, softcap=softcap,
     )  # fmt: skip
     call = Call(
         options, hidden, weight_shard, rows=rows, sequence_parallel=sequence_parallel,
@@ -92,7 +95,7 @@ def label_logits(
     hidden: Tensor, weight_shard: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None = None
 ) -> Tensor:
     """hidden (N, H), the same on all TP ranks, weight_shard (V', H), labels (N,) int64 -> (N,) hidden . weight_y, in
-    float32 or wider. No other logit is computed; no gradients."""
+    float32 or wider, not capped. No other logit is computed; no gradients."""
     start = len(weight_shard) * (dist.get_rank(tp_group) if tp_size(tp_group) > 1 else 0)
     here = (labels >= start) & (labels < start + len(weight_shard))
     rows = weight_shard[(labels - start).where(here, 0)]
@@ -113,7 +116,7 @@ class _LinearLogprobs(torch.autograd.Function):
         stats = x.new_empty(len(x), 4, dtype=sum_dtype(x))
         scratch = call.scratch(x, w)
         for chunk in call.chunks(x):
-            logits = project(x[chunk], w, scratch)
+            logits = project(x[chunk], w, scratch, options.softcap)
             stats[chunk] = options.kernels.logprob_stats(
                 logits[:, : options.width],
                 labels[chunk],
@@ -142,12 +145,14 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, ctx.last_logits = ctx.last_logits, None
         scratch = call.scratch(x, w) if kept is None else kept
         for chunk in reversed(call.chunks(x)):
-            logits = project(x[chunk], w, scratch) if kept is None else kept[: chunk.stop - chunk.start]
-            kept = None
-            # In half precision the GEMMs want half operands; else the gradient takes the place of the logits.
-            d = logits if logits.dtype == x.dtype else torch.empty_like(logits, dtype=x.dtype)
+            if kept is None:
+                logits = project(x[chunk], w, scratch, call.options.softcap)
+            else:
+                logits, kept = kept[: chunk.stop - chunk.start], None
+            d = gradient_buffer(logits, x, call.options.softcap)
             parts = {name: None if value is None else value[chunk] for name, value in scalars.items()}
             write_logprob_grad(call.options, logits, labels[chunk], stats[chunk], d, parts)
+            uncap_(d, logits, call.options.softcap)
             if need_hidden:
                 torch.mm(d, w, out=x_grad[chunk])
             if need_weight:

@@ -22,11 +22,11 @@ WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 @torch.no_grad()
-def linear_logits(hidden: Tensor, weight_shard: Tensor) -> Tensor:
+def linear_logits(hidden: Tensor, weight_shard: Tensor, *, softcap: float | None = None) -> Tensor:
     """hidden (N, H) @ weight_shard^T (V', H) -> (N, V') logits as `linear_logprobs` computes them: float32 of half
     precision. No gradients."""
     x, w = operand_of(hidden), operand_of(weight_shard)
-    return project(x, w, x.new_empty(len(x), len(w), dtype=sum_dtype(x)))
+    return project(x, w, x.new_empty(len(x), len(w), dtype=sum_dtype(x)), softcap)
 
 
 def default_chunk(weight: Tensor) -> int:
@@ -44,14 +44,37 @@ def sum_dtype(operand: Tensor) -> torch.dtype:
     return torch.promote_types(operand.dtype, torch.float32)
 
 
-def project(x: Tensor, weight: Tensor, scratch: Tensor) -> Tensor:
-    """x @ weight^T in the first rows of `scratch` and in its dtype, not rounded to bfloat16 if WIDE_PRODUCTS."""
+def project(x: Tensor, weight: Tensor, scratch: Tensor, softcap: float | None = None) -> Tensor:
+    """x @ weight^T, capped, in the first rows of `scratch` and in its dtype, not rounded to bfloat16 if
+    WIDE_PRODUCTS."""
     logits = scratch[: len(x)]
     if logits.dtype == x.dtype:
-        return torch.mm(x, weight.t(), out=logits)
-    if WIDE_PRODUCTS:
-        return torch.mm(x, weight.t(), logits.dtype, out=logits)
-    return logits.copy_(torch.mm(x, weight.t()))
+        torch.mm(x, weight.t(), out=logits)
+    elif WIDE_PRODUCTS:
+        torch.mm(x, weight.t(), logits.dtype, out=logits)
+    else:
+        logits.copy_(torch.mm(x, weight.t()))
+    return capped_(logits, softcap)
+
+
+def capped_(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap) in place (Gemma 2, arXiv:2408.00118, section 2); None: as they are."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def gradient_buffer(logits: Tensor, operand: Tensor, softcap: float | None) -> Tensor:
+    """Where the gradient of the logits goes. In half precision the GEMMs want half operands, and `uncap_` reads the
+    logits again; else it takes their place."""
+    return (
+        logits if logits.dtype == operand.dtype and softcap is None else torch.empty_like(logits, dtype=operand.dtype)
+    )
+
+
+def uncap_(grad: Tensor, logits: Tensor, softcap: float | None) -> None:
+    """The gradient of capped `logits` becomes, in place, that of the logits before they were capped: d cap tanh(x /
+    cap) / dx = 1 - (y / cap)^2. `logits` are overwritten. Padding has no gradient and needs finite logits."""
+    if softcap is not None:
+        grad.mul_(logits.div_(softcap).square_().neg_().add_(1))
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

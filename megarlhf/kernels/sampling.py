@@ -24,7 +24,7 @@ ranks, T temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from megarlhf.kernels.shard import gather, row_kernels, tp_size
 from megarlhf.kernels.torch_rows import BLOCK_BYTES, LN2, NO_MAXIMUM
 
 RADIX_BITS = 8  # of a filter's threshold, found in one round
+Histogram = Callable[[Tensor, int], Tensor]  # see `torch_histogram`
 
 
 class Sampled(NamedTuple):
@@ -54,7 +55,7 @@ class Draw:
     """How to choose. `top_k` and `top_p` leave the log-probs as they are, those of the unfiltered distribution: with
     them the tokens come from another distribution than the one a PPO ratio assumes."""
 
-    temperature: float = 1.0
+    temperature: float = 1.0  # logits are divided by it; log-probs and entropies are of the result
     greedy: bool = False  # the most probable token, the lowest id among equals
     top_k: int = 0  # only the k most probable tokens, and what equals the k-th; 0: all
     # Only the most probable tokens that together have this probability, and what equals the last of them (transformers
@@ -100,10 +101,11 @@ def sample(
     rank = dist.get_rank(tp_group) if tp_size(tp_group) > 1 else 0
     start = rank * columns
     x = logits_shard[:, : min(max(vocab_size - start, 0), columns)]
-    threshold = None if draw.greedy else _threshold(x, draw, tp_group)
-    records_of = torch_records
+    records_of, histogram_of = torch_records, torch_histogram
     if row_kernels(x, backend) is not torch_rows:
+        from megarlhf.kernels.triton_sampling import triton_histogram as histogram_of
         from megarlhf.kernels.triton_sampling import triton_records as records_of
+    threshold = None if draw.greedy else _threshold(x, draw, tp_group, histogram_of)
     records = records_of(
         x, temperature=draw.temperature, greedy=draw.greedy, start=start, threshold=threshold, seed=seed,
         sequence_ids=sequence_ids, steps=steps, with_entropy=with_entropy,
@@ -211,7 +213,9 @@ def _block_sums(e: Tensor, out: Tensor) -> None:
 # ------------------------------------------------------------------------------------------- top_k and top_p
 
 
-def _threshold(x: Tensor, draw: Draw, tp_group: ProcessGroup | None) -> Tensor | None:
+def _threshold(
+    x: Tensor, draw: Draw, tp_group: ProcessGroup | None, histogram_of: Callable[..., Histogram]
+) -> Tensor | None:
     """(N,) the least logit that `top_k`, and then `top_p` among what it leaves, let pass; None if both are off.
 
     Found digit by digit of the logits' float32 pattern (radix selection), four all-gathers each. The masses are counted
@@ -219,41 +223,57 @@ def _threshold(x: Tensor, draw: Draw, tp_group: ProcessGroup | None) -> Tensor |
     """
     if not draw.top_k and draw.top_p == 1:
         return None
-    x = x.float()
-    keys, least = _ordered(x), None
+    least = None
     if draw.top_k:
-        weights = torch.ones_like(keys)
-        target = gather(weights.sum(-1), tp_group).sum(0).clamp_(max=draw.top_k)
-        least = _select(keys, weights, target, tp_group)
+        histogram = histogram_of(x, temperature=draw.temperature, top=None, least=None)
+        least = _select(histogram, lambda count: count.clamp(max=draw.top_k), len(x), x.device, tp_group)
     if draw.top_p < 1:
-        top = x.amax(-1) if x.shape[1] else x.new_full((len(x),), NO_MAXIMUM)
+        top = x.amax(-1).float() if x.shape[1] else x.new_full((len(x),), NO_MAXIMUM, dtype=torch.float32)
         top = gather(top, tp_group).amax(0)
-        weights = ((x - top[:, None]) / draw.temperature).exp_().mul_(2.0**32).round_().long()
-        if least is not None:
-            weights.masked_fill_(keys < least[:, None], 0)
-        total = gather(weights.sum(-1), tp_group).sum(0)
-        target = (total.double() * draw.top_p).ceil().long()
-        nucleus = _select(keys, weights, target, tp_group)
+        histogram = histogram_of(x, temperature=draw.temperature, top=top, least=least)
+        target = lambda mass: (mass.double() * draw.top_p).ceil().long()  # noqa: E731
+        nucleus = _select(histogram, target, len(x), x.device, tp_group)
         least = nucleus if least is None else torch.maximum(least, nucleus)
     return _unordered(least)
 
 
-def _select(keys: Tensor, weights: Tensor, target: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """(N,) the largest key such that the weights of the keys from it upwards sum to `target` (N,) at least.
-
-    keys: (N, width) int64 of 32 bits; weights: (N, width) int64; 1 <= target <= the weights' sum over all ranks.
-    """
-    found = torch.zeros_like(target)
+def _select(
+    histogram: Histogram, target_of: Callable[[Tensor], Tensor], rows: int, device: torch.device,
+    tp_group: ProcessGroup | None,
+) -> Tensor:  # fmt: skip
+    """(N,) the largest key such that the weights of the keys from it upwards sum to the target (N,) at least; a
+    function of the sum of all, from 1 to that sum. `histogram`: of this rank, see `torch_histogram`."""
+    found, target = torch.zeros(rows, dtype=torch.int64, device=device), None
     for shift in range(32 - RADIX_BITS, -1, -RADIX_BITS):
-        alive = (keys >> (shift + RADIX_BITS)) == found[:, None]
-        digits = (keys >> shift) & (2**RADIX_BITS - 1)
-        histogram = keys.new_zeros(len(keys), 2**RADIX_BITS).scatter_add_(1, digits, weights * alive)
-        histogram = gather(histogram, tp_group).sum(0)
-        upwards = histogram.flip(1).cumsum(1).flip(1)  # of a digit and all greater ones
+        weights = gather(histogram(found, shift), tp_group).sum(0)
+        upwards = weights.flip(1).cumsum(1).flip(1)  # of a digit and all greater ones
+        if target is None:
+            target = target_of(upwards[:, 0])
         digit = ((upwards >= target[:, None]).sum(1, keepdim=True) - 1).clamp_(min=0)
-        target = target - (upwards - histogram).gather(1, digit)[:, 0]
+        target = target - (upwards - weights).gather(1, digit)[:, 0]
         found = (found << RADIX_BITS) + digit[:, 0]
     return found
+
+
+def torch_histogram(x: Tensor, *, temperature: float, top: Tensor | None, least: Tensor | None) -> Histogram:
+    """A function of (found (N,) int64, shift): (N, 256) int64 sums of weights, by the bits [shift, shift + 8) of a
+    logit's key, of those logits of a row whose key has the bits `found` above them.
+
+    The key is the float32 logit's bits in its order, from 0 to 2^32 - 1. Weights: 1; with `top` (N,) 2^32 e^((x - top)
+    / temperature), rounded, and 0 below the key `least` (N,) if that is given."""
+    keys = _ordered(x.float())
+    weights = torch.ones_like(keys)
+    if top is not None:
+        weights = ((x.float() - top[:, None]) / temperature).exp_().mul_(2.0**32).round_().long()
+        if least is not None:
+            weights.masked_fill_(keys < least[:, None], 0)
+
+    def histogram(found: Tensor, shift: int) -> Tensor:
+        alive = (keys >> (shift + RADIX_BITS)) == found[:, None]
+        digits = (keys >> shift) & (2**RADIX_BITS - 1)
+        return keys.new_zeros(len(keys), 2**RADIX_BITS).scatter_add_(1, digits, weights * alive)
+
+    return histogram
 
 
 def _ordered(x: Tensor) -> Tensor:

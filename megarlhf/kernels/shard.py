@@ -38,15 +38,18 @@ class CallOptions:
     rank: int
     tp_group: ProcessGroup | None
     kernels: ModuleType  # torch_rows or triton_rows
+    softcap: float | None  # logits become softcap * tanh(logits / softcap) before anything else
 
     @classmethod
     def of(
         cls, shard: Tensor, columns: int, *, temperature: float, vocab_size: int | None, tp_group: ProcessGroup | None,
-        backend: str, with_entropy: bool = False, entropy_grad: bool = False,
+        backend: str, with_entropy: bool = False, entropy_grad: bool = False, softcap: float | None = None,
     ) -> CallOptions:  # fmt: skip
         """For a `shard` (logits or weight) with `columns` columns on this rank."""
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be finite and > 0, not {temperature}; greedy is the sampler's business")
+        if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+            raise ValueError(f"softcap must be finite and > 0, not {softcap}; None leaves logits as they are")
         if shard.dtype not in FLOATS:
             raise ValueError(f"logits and weight_shard must be floating point, not {shard.dtype}")
         tp = tp_size(tp_group)
@@ -60,7 +63,8 @@ class CallOptions:
         start = rank * columns
         width = min(max(vocab_size - start, 0), columns)
         kernels = row_kernels(shard, backend)
-        return cls(temperature, with_entropy, with_entropy and entropy_grad, width, start, rank, tp_group, kernels)
+        entropy_grad = with_entropy and entropy_grad
+        return cls(temperature, with_entropy, entropy_grad, width, start, rank, tp_group, kernels, softcap)
 
     def local(self, labels: Tensor) -> Tensor:
         """Vocabulary ids -> (N,) columns of this rank, -1 where the label is on another rank."""

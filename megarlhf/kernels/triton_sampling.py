@@ -1,10 +1,13 @@
 """The sampling records in Triton: one pass over the logits that reduces each block to three numbers, with as many
-programs a row as a GPU needs at decoding's few rows, then a small program a row that draws the noise and the token.
+programs a row as a GPU needs at decoding's few rows, then a small program a row that draws the noise and the token. A
+filter's threshold takes a pass for each digit.
 
 Legend: N rows, width real columns of this rank, in blocks of BLOCK = 128; x logits, T temperature.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -17,6 +20,7 @@ from megarlhf.kernels.triton_rows import LN2, LOWEST, scale_of
 
 TILE_BLOCKS, TILE_WARPS = 16, 4  # blocks of a program of the first kernel
 PICK_WARPS = 4
+HISTOGRAM_TILE, HISTOGRAM_WARPS = 2048, 4
 WIDTH = tl.constexpr(BLOCK)
 
 
@@ -105,6 +109,46 @@ def gumbel(ID, STEP, seed_low, seed_high, index, STREAM: tl.constexpr):
     # -log(1 - u) to float32's relative precision for small u as well (Kahan's log1p)
     exponential = tl.where(rest == 1, uniform, -tl.log(rest) * (uniform / (1 - rest)))
     return -tl.log(exponential)
+
+
+@triton.jit
+def histogram_kernel(X, FOUND, TOP, LEAST, COUNTS, stride_x, width, scale, SHIFT: tl.constexpr, MASSES: tl.constexpr,
+                     FLOOR: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """One tile of a row of `sampling.torch_histogram`, added to COUNTS (N, 256): whole numbers, in any order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    alive = column < width
+    x = tl.load(X + row * stride_x + column, mask=alive, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    if SHIFT < 24:
+        alive &= (key >> (SHIFT + 8)) == tl.load(FOUND + row).to(tl.uint32)
+    weight = tl.full((TILE,), 1, tl.int64)
+    if MASSES:
+        weight = (tl.exp2((x - tl.load(TOP + row)) * scale) * 4294967296.0 + 0.5).to(tl.int64)
+        alive &= weight > 0
+        if FLOOR:
+            alive &= key >= tl.load(LEAST + row).to(tl.uint32)
+    digit = ((key >> SHIFT) & 255).to(tl.int64)
+    tl.atomic_add(COUNTS + row * 256 + digit, weight, mask=alive, sem="relaxed")
+
+
+def triton_histogram(
+    x: Tensor, *, temperature: float, top: Tensor | None, least: Tensor | None
+) -> Callable[[Tensor, int], Tensor]:
+    """As `sampling.torch_histogram`."""
+
+    def histogram(found: Tensor, shift: int) -> Tensor:
+        counts = torch.zeros(len(x), 256, dtype=torch.int64, device=x.device)
+        if x.shape[1]:
+            histogram_kernel[len(x), triton.cdiv(x.shape[1], HISTOGRAM_TILE)](
+                x, found, counts if top is None else top, counts if least is None else least, counts, x.stride(0),
+                x.shape[1], scale_of(temperature), SHIFT=shift, MASSES=top is not None, FLOOR=least is not None,
+                TILE=HISTOGRAM_TILE, num_warps=HISTOGRAM_WARPS,
+            )  # fmt: skip
+        return counts
+
+    return histogram
 
 
 def triton_records(

@@ -36,6 +36,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
         weight: Tensor,
         vocab_size: int,
         temperature: float = 1.0,
+        softcap: float | None = None,
         with_entropy: bool = False,
     ) -> dict[str, Tensor]:
         """hidden [K, 1, H] (a [K/TP, 1, H] shard under sequence parallelism), after the final norm: the states that
@@ -47,6 +48,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
             stream.labels,
             rows=slice(len(stream.counted)),
             temperature=temperature,
+            softcap=softcap,
             with_entropy=with_entropy,
             vocab_size=vocab_size,
             tp_group=self.tp_group,
@@ -66,7 +68,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
 
     def kl(
         self, hidden: Tensor, stream: Stream, ref_states: Tensor, *, weight: Tensor, ref_weight: Tensor,
-        vocab_size: int, temperature: float,
+        vocab_size: int, temperature: float, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """(B, R) fp32: the exact KL(policy || reference) of each counted token's distribution. `ref_states` (B, R, H)
         and `ref_weight`: the reference's states, as `with_states` returns them, and its `weight`."""
@@ -77,6 +79,7 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
             ref_weight,
             rows=slice(len(stream.counted)),
             temperature=temperature,
+            softcap=softcap,
             vocab_size=vocab_size,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
@@ -88,38 +91,60 @@ class WordHead(tensor_parallel.ColumnParallelLinear):
 class ScalarHead(nn.Module):
     """One number a token, in fp32: a critic's values or a reward model's scores (detail G1).
 
-    Replicated over the tensor-parallel ranks.
+    Linear, replicated over the tensor-parallel ranks. With `mlp`, one hidden layer before it: Linear(H, 2H), ReLU,
+    Linear(2H, 1), trlX's value head; the 2H units are split over these ranks, and each adds its part.
 
     What it returns is reward_gain * raw + reward_bias: two constants that reward-model training sets (detail R3).
     """
 
-    def __init__(self, config, output: str, tp_group: dist.ProcessGroup):
+    def __init__(self, config, output: str, tp_group: dist.ProcessGroup, *, mlp: bool = False):
         super().__init__()
         assert output in ("values", "scores")
-        self.output = output
+        self.output, self.mlp = output, mlp
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
         kwargs = dict(dtype=config.params_dtype, device=backend.device())
-        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **kwargs))
+        units = config.hidden_size
+        if mlp:
+            units = 2 * config.hidden_size // tp_group.size()
+            self.hidden_weight = nn.Parameter(torch.empty(units, config.hidden_size, **kwargs))
+            self.hidden_bias = nn.Parameter(torch.empty(units, **kwargs))
+        self.weight = nn.Parameter(torch.empty(1, units, **kwargs))
+        for name, dim in self._split.items():
+            tensor_parallel.set_tensor_model_parallel_attributes(getattr(self, name), True, dim, 1)
         self.bias = nn.Parameter(torch.empty(1, **kwargs))
         self.register_buffer("reward_gain", torch.ones(1, device=backend.device()))
         self.register_buffer("reward_bias", torch.zeros(1, device=backend.device()))
+
+    @property
+    def _split(self) -> dict[str, int]:
+        """The dimension of each weight that is split over the tensor-parallel ranks."""
+        return {"hidden_weight": 0, "hidden_bias": 0, "weight": 1} if self.mlp else {}
 
     def forward(self, hidden: Tensor, stream: Stream) -> dict[str, Tensor]:
         """hidden [K, 1, H] or its sequence shard, the states of the N counted tokens first -> {output: (B, R)} in
         fp32, 0 for tokens that do not count."""
         if self.sequence_parallel:
-            # Every rank computes the whole head, so its input's gradient is whole as well: the backward is a split.
+            # If every rank computes the whole head, its input's gradient is whole as well: the backward is a split.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+                hidden, tensor_parallel_output_grad=self.mlp, group=self.tp_group
             )
-        hidden = hidden[: len(stream.counted), 0]
-        raw = F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        elif self.mlp:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        states = hidden[: len(stream.counted), 0].float()
+        if self.mlp:
+            units = F.relu(F.linear(states, self.hidden_weight.float(), self.hidden_bias.float()))
+            parts = F.linear(units, self.weight.float())
+            whole = tensor_parallel.reduce_from_tensor_model_parallel_region(parts, group=self.tp_group)
+            raw = (whole + self.bias.float()).squeeze(-1)
+        else:
+            raw = F.linear(states, self.weight.float(), self.bias.float()).squeeze(-1)
         return {self.output: stream.aligned(self.reward_gain * raw + self.reward_bias)}
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
-        )
+            self.state_dict(prefix="", keep_vars=True), prefix, self._split, sharded_offsets, tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 class QHeads(nn.Module):

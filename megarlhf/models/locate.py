@@ -35,7 +35,12 @@ def find_model(path: str | Path, role: str = "actor") -> Path:
     if (path / "config.json").is_file():
         raise UserError(
             f"{path}: a Hugging Face model, not one of megarlhf; convert it with "
-            f"'python -m tools.convert hf2megatron {path} TARGET' and give TARGET"
+            f"'megarlhf convert hf2megatron {path} TARGET' and give TARGET"
+        )
+    if (path / "adapter_config.json").is_file():
+        raise UserError(
+            f"{path}: adapters of peft; convert them with 'megarlhf convert peft2megatron {path} TARGET --base "
+            "MODEL' and give TARGET"
         )
     raise UserError(
         f"{path}: neither a model ({FILE}), nor a checkpoint ({role}/{FILE}), nor a run (checkpoints/latest); "

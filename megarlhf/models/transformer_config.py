@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,7 +11,17 @@ from megatron.core.transformer import TransformerConfig
 
 from megarlhf.cluster import backend
 from megarlhf.cluster.parallel import ParallelConfig
+from megarlhf.models import experts
+from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.models.rotary import attention_factor
 from megarlhf.models.spec import Architecture
+
+
+@dataclass
+class ModelTransformerConfig(TransformerConfig):
+    """megatron-core's, with the architecture: our layers read there what megatron's fields cannot say."""
+
+    architecture: Architecture | None = None
 
 
 def transformer_config(
@@ -20,15 +31,17 @@ def transformer_config(
     dtype: torch.dtype,
     dropout: float = 0.0,
     recompute: Literal["none", "selective", "full"] = "none",
-) -> TransformerConfig:
-    """megatron-core's view of `architecture` on this layout and backend."""
+    losses: ExpertsConfig | None = None,
+) -> ModelTransformerConfig:
+    """megatron-core's view of `architecture` on this layout and backend. `losses`: of the routers, if they learn."""
     activation = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}[architecture.activation]
     recomputation = {
         "none": {},
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }[recompute]
-    return TransformerConfig(
+    return ModelTransformerConfig(
+        architecture=architecture,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -49,7 +62,7 @@ def transformer_config(
         hidden_dropout=dropout,
         attention_dropout=dropout,
         attention_softmax_in_fp32=True,
-        window_size=(architecture.sliding_window - 1, 0) if architecture.sliding_window else None,
+        softmax_scale=architecture.attention_scale,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -66,15 +79,17 @@ def transformer_config(
         calculate_per_token_loss=True,
         # megatron refuses variable_seq_lengths with the default dispatcher even in dense models
         moe_token_dispatcher_type="alltoall",
+        **experts.options(architecture, parallel, dtype, losses),
         variable_seq_lengths=False,
         **recomputation,
         use_cpu_initialization=not backend.on_cuda(),
         bias_activation_fusion=architecture.gated_mlp and architecture.activation == "silu",
         bias_dropout_fusion=backend.on_cuda(),
         masked_softmax_fusion=False,
-        apply_rope_fusion=backend.uses_transformer_engine(dtype),
+        # Transformer Engine's kernel does not scale cosines and sines.
+        apply_rope_fusion=backend.uses_transformer_engine(dtype) and attention_factor(architecture.rope_scaling) == 1,
         persist_layer_norm=backend.uses_transformer_engine(dtype),
-        gradient_accumulation_fusion=backend.fuses_wgrad(),
+        gradient_accumulation_fusion=True,
     )
 
 

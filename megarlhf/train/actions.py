@@ -14,8 +14,11 @@ from megarlhf.algorithms.interface import State, Update
 from megarlhf.algorithms.supervised import ptx_loss
 from megarlhf.batch import Batch, Experience, Prompts, Rollout, Scores, Stage
 from megarlhf.cluster import backend
+from megarlhf.cluster.offload import Offloaded
+from megarlhf.cluster.residency import Parts
 from megarlhf.data.loader import Loader
 from megarlhf.data.prompts import PromptLoader
+from megarlhf.models.hydra import Hydra
 from megarlhf.train.clock import Clock
 from megarlhf.train.evaluation import Best, Evaluation
 
@@ -31,7 +34,7 @@ class Models:
 
     actor: Engine
     critic: Engine | None  # None: no values, or those of a head on the actor's trunk
-    reference: Engine
+    reference: Engine | Hydra
     sampler: Sampler
     scorer: Scorer
     prompts: PromptLoader
@@ -45,6 +48,29 @@ class Models:
         """The models that are in checkpoints, by role."""
         models = {"actor": self.actor, "critic": self.critic, "average": self.average}
         return {role: engine for role, engine in models.items() if engine is not None}
+
+    @property
+    def engines(self) -> dict[str, Engine | Hydra]:
+        """All models by name, with those that score."""
+        judges = {f"reward {k}": model for k, model in self.scorer.models.items()}
+        return self.saved | {"reference": self.reference} | judges
+
+    @property
+    def offloaded(self) -> list[Offloaded]:
+        """What is kept in host memory."""
+        return [part for engine in self.engines.values() for part in engine.offloaded.values()]
+
+    @property
+    def counted(self) -> Parts:
+        """What `cluster.residency` counts of them."""
+        from megarlhf.cluster import gradients
+
+        parts = {
+            (name, kind): partial(_bytes_of, engine, kind)
+            for name, engine in self.engines.items()
+            for kind in ("weights", "optimizer")
+        }
+        return parts | {("all", "gradients"): gradients.resident, ("sampler", "caches"): self.sampler.resident}
 
     def inputs(
         self, role: str, update: Update, minibatch: Experience, temperature: float
@@ -60,6 +86,10 @@ class Models:
             minibatch, extra, _ = compared(minibatch, self.reference, temperature=temperature)
             options |= extra
         return minibatch, more, options
+
+
+def _bytes_of(engine: Engine | Hydra, kind: str) -> int:
+    return engine.resident().get(kind, 0)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def details(settings: OnlineRunConfig) -> list[Row]:
     shared = settings.critic.kind == "shared"
     value_start = "zero head" if shared or settings.critic.checkpoint is None else settings.critic.checkpoint
     return [
-        ("G2", "query length; padding is never a sampled id", settings.prompts.length, 64),
+        ("G2", "query length, cut at; padding is never a sampled id",
+         (settings.prompts.length, settings.prompts.truncate), (64, "end")),
         ("G4", "response length", s.response_length, 24),
         ("G4", "sampling goes on past EOS", not s.stop_at_eos, True),
         ("G4", "temperature, top_k, top_p", (s.temperature, s.top_k, s.top_p), (0.7, 0, 1.0)),
@@ -49,6 +50,7 @@ def details(settings: OnlineRunConfig) -> list[Row]:
         ("R3", "reward model normalised before and after its training", _normalised(settings.scoring.sources), True),
         ("P2", "value head's start", value_start, "zero head"),
         ("P2", "critic", settings.critic.kind, "shared"),
+        ("P2", "value head", settings.critic.head, "linear"),
         ("P3", "queries start and end with", (settings.prompts.start_text, settings.prompts.end_text), (".", ".")),
         ("P4", "dropout", settings.model.dropout, 0.0),
         ("P5", "truncation token, from position", (settings.scoring.truncate_token, settings.scoring.truncate_after),

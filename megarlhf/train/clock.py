@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megarlhf.cluster import backend, watchdog
+from megarlhf.cluster import backend, residency, watchdog
 
 
 class Clock:
@@ -18,6 +18,7 @@ class Clock:
         """Begin a phase. The seconds of a phase that is entered again add up."""
         self.stop()
         watchdog.phase(name, self.step)
+        residency.enter(name)
         self.name = f"time/{name}"
 
     def stop(self) -> None:

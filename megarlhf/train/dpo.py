@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from megarlhf import config
 from megarlhf.algorithms.preference import PreferenceConfig, preference
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
-from megarlhf.data.files import paths
-from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, load_preferences
-from megarlhf.train import reference, setup
+from megarlhf.data.files import Files, paths
+from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
+from megarlhf.train import data_set, reference
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.reference import Plan, ReferencedRunConfig
 
@@ -30,32 +31,28 @@ class DPOConfig(ReferencedRunConfig):
 
 def check(settings: DPOConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    settings.training.check_batch(settings.parallel, world_size, together=2)
     if settings.data.num_responses != 2:
         raise UserError(
             f"data.num_responses: {settings.dpo.loss} compares 2 responses, not {settings.data.num_responses}; give "
             "pairs, or train a reward model on rankings with megarlhf reward"
         )
-    start = setup.find(settings, length=settings.data.max_length, role="actor")
-    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
-    data, notes = [], []
-    for files in (settings.data.train, settings.data.validation):
-        pairs = None
-        if files is not None:
-            pairs, report = load_preferences(files, start.tokenizer, settings.data, counted="response")
-            notes.append(report.summary())
-            if pairs.margins.any() and not settings.dpo.form.margins:
-                raise UserError(
-                    f"{', '.join(paths(files))}: has margins, which the loss {settings.dpo.loss} does not use; choose "
-                    "dpo, or give data.margin_key a name that the data does not have"
-                )
-        data.append(pairs)
-    total = settings.training.total_steps(data[0].epoch_rows)
-    settings.optimizer.check_steps(total)
+    start = data_set.find(settings, world_size, role="actor", together=2)
+
+    def load(files: Files) -> tuple[Preferences, Any]:
+        pairs, report = load_preferences(files, start.tokenizer, settings.data, counted="response", cache=start.cache)
+        if pairs.margins.any() and not settings.dpo.form.margins:
+            raise UserError(
+                f"{', '.join(paths(files))}: has margins, which the loss {settings.dpo.loss} does not use; choose "
+                "dpo, or give data.margin_key a name that the data does not have"
+            )
+        return pairs, report
+
+    pairs, validation, notes = data_set.read(settings.data, load)
+    total = data_set.total_steps(settings, pairs)
     algorithm = preference(settings.dpo)
     return Plan(
-        start=start, total_steps=total, notes=tuple(notes), training=data[0], validation=data[1], algorithm=algorithm,
-        reference=reference.check(settings, start, algorithm, tuple(data), total, loss=settings.dpo.loss),
+        start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, algorithm=algorithm,
+        reference=reference.check(settings, start, algorithm, (pairs, validation), total, loss=settings.dpo.loss),
     )  # fmt: skip
 
 

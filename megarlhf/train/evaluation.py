@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megarlhf.batch import Rollout, Scores
 from megarlhf.config import UserError, nearest
-from megarlhf.data.files import paths, weighted
+from megarlhf.data.files import paths, real_paths, weighted
 from megarlhf.data.prompts import PromptSet, load_prompts
-from megarlhf.experience.held_out import EvaluationConfig, pass_at, prompts_at_once, respond, slots
+from megarlhf.experience.held_out import EvaluationConfig, pass_at, prompts_at_once, respond
 from megarlhf.experience.sampler import SamplerConfig
 from megarlhf.experience.scorer import Scorer
 from megarlhf.log import Log
@@ -73,8 +73,8 @@ def check(
         )
     if weighted(given.path):
         raise UserError("evaluation.prompts.path: every held-out prompt is answered once; remove the weights")
-    for path in paths(given.path):
-        if any(same_file(path, other) for other in paths(settings.prompts.path)):
+    for path in real_paths(given.path):
+        if any(same_file(path, other) for other in real_paths(settings.prompts.path)):
             raise UserError(
                 f"evaluation.prompts.path: {path} is the file of the training prompts; give a file of prompts that are "
                 "held out"
@@ -82,23 +82,27 @@ def check(
     response_length = draws[0].response_length
     length = given.length + response_length
     check_length(start.architecture, length, "evaluation.prompts.length + evaluation.response_length")
-    records = scoring.record_check(settings.scoring)
-    prompts, report = load_prompts(start.tokenizer, given, check_record=records)
+    records = scoring.RecordCheck(settings.scoring)
+    prompts, report = load_prompts(start.tokenizer, given, check_record=records, cache=start.cache)
     share = -(-len(prompts) // settings.parallel.data(world_size))
     for draw in draws:
-        stages = settings.parallel.pipeline
-        rows = prompts_at_once(draw, share, stages) * draw.samples_per_prompt
+        samples, stages = draw.samples_per_prompt, settings.parallel.pipeline
+        slots = min(draw.least_slots, -(-share * samples // stages)) * stages
+        most = scoring.most_rows(settings.scoring, settings.job.hang_minutes)
         memory.check_sizes(
-            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length, rows=rows,
-            micro_batch_tokens=settings.micro_batch_tokens, sampled=slots(draw, share, stages) * stages,
+            start.architecture, settings.parallel, dtype=settings.model.dtype, length=length,
+            rows=prompts_at_once(slots, samples, most) * samples, micro_batch_tokens=settings.micro_batch_tokens,
+            sampled=slots,
         )  # fmt: skip
-        scoring.check_patience(settings.scoring, rows, settings.job.hang_minutes)
+        # `respond` scores no more at once than the watchdog has patience for, but always one prompt's.
+        scoring.check_patience(settings.scoring, samples, settings.job.hang_minutes)
     if (given.length, response_length) != (settings.prompts.length, settings.sampler.response_length):
         scoring.check_sources(
             settings.scoring, start.tokenizer, settings.parallel, vocab_size=start.architecture.vocab_size,
             prompt_length=given.length, response_length=response_length,
         )  # fmt: skip
-    notes, known = [f"held out: {report.summary()}"], {*training.texts}
+    notes, texts = [f"held out: {report.summary()}"], {*prompts.texts}
+    known = {text for text in training.texts if text in texts}
     if common := sum(text in known for text in prompts.texts):
         notes.append(
             f"{common} of {len(prompts)} held-out prompts are prompts of training, too: {', '.join(paths(given.path))}"
@@ -149,9 +153,12 @@ class Evaluation:
             found = respond(
                 self.actor, self.scorer, self.prompts, draw, length=config.prompts.length, source=config.source,
                 seed=self.settings.seed, eos_id=self.eos_id,
+                most_rows=scoring.most_rows(self.settings.scoring, self.settings.job.hang_minutes),
                 on_batch=keep if draw.greedy else lambda *_: clock.enter("evaluation"),
             )  # fmt: skip
             values |= measured(found, config, greedy=draw.greedy)
+            if draw.greedy:
+                log.distribution("held_out/score", found[:, 0, 0].tolist(), step)
         clock.stop()
         if config.best is not None:
             best = best.extended(config.best, step, values[config.best])

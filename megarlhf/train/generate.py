@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,20 +11,21 @@ from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
-from tqdm import tqdm
 
-from megarlhf import checkpoint, config
+from megarlhf import config, console
 from megarlhf.batch import Rollout
-from megarlhf.cluster import signals, watchdog
+from megarlhf.cluster import backend, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import Topology
-from megarlhf.config import UserError
-from megarlhf.data.files import paths, weighted
+from megarlhf.config import PathName, UserError
+from megarlhf.data.cache import Cache
+from megarlhf.data.files import real_paths, weighted
 from megarlhf.data.outputs import check_out, write
 from megarlhf.data.prompts import PromptsConfig, PromptSet, load_prompts
 from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarlhf.experience import sampler
 from megarlhf.experience.sampler import Sampler, SamplerConfig
+from megarlhf.models import adapters, mixture
 from megarlhf.models.locate import find_model, find_tokenizer, has_q_heads
 from megarlhf.models.spec import Architecture, check_layout, check_length
 from megarlhf.train import memory, setup
@@ -38,6 +39,9 @@ ROUNDS = 4  # responses a slot and call of the sampler: more waste less at its e
 class GenerateSamplerConfig(SamplerConfig):
     """How responses are sampled, also with the Q values of an ILQL model."""
 
+    # A person who asks for responses expects whole ones; training keeps the fixed length of detail G4.
+    response_length: int = 256  # R: at most so many sampled tokens
+    stop_at_eos: bool = True  # a response ends with its first EOS; false: all go on to response_length
     q_beta: float = 0.0  # of an ILQL model: tokens are drawn from softmax((logits + q_beta (Q - V)) / temperature)
 
     def __post_init__(self):
@@ -46,17 +50,25 @@ class GenerateSamplerConfig(SamplerConfig):
             raise ValueError(f"q_beta: must not be negative, not {self.q_beta}")
 
 
+@dataclass(frozen=True)
+class GeneratePromptsConfig(PromptsConfig):
+    """The data of prompts, as in training, of more tokens."""
+
+    length: int = 512  # P: tokens of a prompt, special ones included
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(RanksConfig):
     """One section for each thing it configures."""
 
-    checkpoint: str  # a run, a checkpoint or a model directory
-    out: str  # JSONL, one object a response; written once, at the end
-    prompts: PromptsConfig
-    tokenizer: str | None = None  # default: the one that came with the checkpoint
+    checkpoint: PathName  # a run, a checkpoint or a model directory
+    out: PathName  # JSONL, one object a response; written once, at the end
+    prompts: GeneratePromptsConfig
+    tokenizer: PathName | None = None  # default: the one that came with the checkpoint
     chat_template: str | None = None  # a Jinja template, as text or as the name of a file; default: the tokenizer's
     dtype: Literal["bf16", "fp32"] = "bf16"
     sampler: GenerateSamplerConfig = field(default_factory=GenerateSamplerConfig)
+    data_cache: PathName | None = None  # directory of tokenized data, made by all ranks together; default: in memory
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class Plan:
 
 def check(settings: GenerateConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    check_out(settings.out, paths(settings.prompts.path), "prompts")
+    check_out(settings.out, real_paths(settings.prompts.path), "prompts")
     return find(settings, world_size)
 
 
@@ -81,6 +93,7 @@ def find(settings: GenerateConfig, world_size: int) -> Plan:
     if weighted(settings.prompts.path):
         raise UserError("prompts.path: every prompt is answered, each as often, so a weight has no effect; remove it")
     source = find_model(settings.checkpoint)
+    adapters.check(source)
     architecture = Architecture.load(source)
     if settings.sampler.q_beta and not has_q_heads(source):
         raise UserError(
@@ -91,9 +104,10 @@ def find(settings: GenerateConfig, world_size: int) -> Plan:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     settings.parallel.data(world_size)
     check_layout(architecture, settings.parallel)
+    mixture.check_expert_ranks(architecture, settings.parallel)
     length = settings.prompts.length + settings.sampler.response_length
     check_length(architecture, length, "prompts.length + sampler.response_length")
-    rows = settings.sampler.slots
+    rows = settings.sampler.least_slots
     memory.check_sizes(
         architecture, settings.parallel, dtype=settings.dtype, length=length, rows=rows, micro_batch_tokens=1,
         sampled=rows,
@@ -107,7 +121,8 @@ def find(settings: GenerateConfig, world_size: int) -> Plan:
         eos_id=tokenizer.eos_id,
         pad_id=architecture.vocab_size,
     )
-    prompts, report = load_prompts(tokenizer, settings.prompts)
+    cache = None if settings.data_cache is None else Cache(settings.data_cache)
+    prompts, report = load_prompts(tokenizer, settings.prompts, cache=cache)
     return Plan(source, architecture, tokenizer, prompts, report.summary())
 
 
@@ -122,14 +137,11 @@ def execute(
 
 def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     """Load, sample, write. Collective."""
-    from megarlhf.models.build import build
+    from megarlhf.models.build import DTYPES  # megatron is imported by now
 
     watchdog.phase("load")
     role = "actor_q" if settings.sampler.q_beta else "actor"
-    engine = build(
-        role, plan.architecture, topology, micro_batch_tokens=1, dtype=settings.dtype, awaits_checkpoint=True
-    )
-    checkpoint.load(engine, plan.source, weights_only=True)
+    engine = adapters.built(role, plan.source, topology, micro_batch_tokens=1, dtype=settings.dtype)
     num_prompts, num_samples = len(plan.prompts), settings.sampler.samples_per_prompt
     # Collectives need the same number of prompts on every data-parallel rank; copies of the last prompt pad it.
     share = -(-num_prompts // topology.data_size)
@@ -146,25 +158,23 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     per_response = topology.data_size * settings.sampler.response_length
     lines: list[dict[str, Any]] = []
     if topology.rank == 0:
-        print(f"  {plan.note}", file=sys.stderr)
+        for note in (plan.note, *backend.remarks(DTYPES[settings.dtype], "dtype")):
+            console.say(f"  {note}")
         if odd := unlike_their_text(plan.prompts, plan.tokenizer):
-            print(
+            console.say(
                 f"  {odd} of {num_prompts} prompts were cut or changed by the tokenizer: there prompt + response is "
-                "not the text of the tokens",
-                file=sys.stderr,
+                "not the text of the tokens"
             )
-    with tqdm(
-        total=share * num_samples * per_response, unit="tokens", unit_scale=True, disable=topology.rank != 0
-    ) as bar:
+    with console.Progress(share * num_samples * per_response, "tokens", enabled=topology.rank == 0) as progress:
         # The slots are refilled only within a call.
         at_once = max(1, ROUNDS * policy.num_slots // num_samples)
         for start in range(0, share, at_once):
             watchdog.phase("generate", start + 1)
             rows = mine[start : start + at_once]
             prompts = plan.prompts.rows(rows, rows, length=settings.prompts.length, pad_id=policy.pad_id)
-            rollout = policy.sample(prompts, on_tokens=lambda count: bar.update(count * topology.data_size))
+            rollout = policy.sample(prompts, on_tokens=lambda count: progress.add(count * topology.data_size))
             lines += records(rollout, plan.prompts, plan.tokenizer, settings.sampler)
-            bar.update(len(lines) * per_response - bar.n)  # where all responses ended early
+            progress.to(len(lines) * per_response)  # where all responses ended early
     if topology.tensor_rank or topology.pipeline_rank:
         return  # all ranks of a model have the same lines
     first = topology.rank == 0
@@ -173,7 +183,10 @@ def generate(settings: GenerateConfig, plan: Plan, topology: Topology) -> None:
     if first:
         whole = [line for part in everyone for line in part][: num_prompts * num_samples]
         write(Path(settings.out), whole)
-        print(f"{settings.out}: {len(whole)} responses")
+        console.say(
+            f"{settings.out}: {len(whole)} responses\n"
+            f"  next: megarlhf score --config score.yaml --input {shlex.quote(settings.out)} --out scored.jsonl"
+        )
 
 
 def unlike_their_text(prompts: PromptSet, tokenizer: Tokenizer) -> int:

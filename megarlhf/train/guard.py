@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megarlhf import metrics
 from megarlhf.batch import Batch, Experience
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
@@ -27,11 +28,12 @@ class GuardConfig:
 
 
 def refusal(means: dict[str, Metric], config: GuardConfig) -> str | None:
-    """The reason to refuse a batch, or None; the same on every rank."""
-    bad = [name for name, metric in means.items() if not math.isfinite(metric.value)]
+    """The reason to refuse a batch, or None; the same on every rank. Means of nothing are none."""
+    values = metrics.values(means)
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
     if bad:
         return f"{', '.join(bad)} is not finite"
-    kl = means["objective/kl"].value
+    kl = values["objective/kl"]
     return f"objective/kl is {kl:.1f}, beyond guard.max_kl {config.max_kl:g}" if kl > config.max_kl else None
 
 

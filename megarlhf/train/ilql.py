@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megarlhf import checkpoint, config
+from megarlhf import config
 from megarlhf.algorithms.ilql import ILQLConfig, ilql
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.files import paths
-from megarlhf.data.rewarded import RewardedDataConfig, RewardedExamples, RewardedLoader, load_rewarded
+from megarlhf.data.rewarded import RewardedDataConfig, RewardedLoader, load_rewarded
 from megarlhf.models.locate import has_q_heads
-from megarlhf.train import offline, setup
+from megarlhf.train import data_set
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.settings import OfflineRunConfig
 
@@ -33,22 +33,15 @@ class ILQLRunConfig(OfflineRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(setup.Plan):
-    training: RewardedExamples
-    validation: RewardedExamples | None
+class Plan(data_set.Plan):
     fresh: tuple[str, ...]  # heads that model.checkpoint does not have
 
 
 def check(settings: ILQLRunConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    settings.training.check_batch(settings.parallel, world_size)
-    start = setup.find(settings, length=settings.data.max_length, role="actor")
-    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
-    examples, report = load_rewarded(settings.data.train, start.tokenizer, settings.data)
-    notes, validation = [report.summary()], None
-    if settings.data.validation is not None:
-        validation, report = load_rewarded(settings.data.validation, start.tokenizer, settings.data)
-        notes.append(report.summary())
+    start = data_set.find(settings, world_size, role="actor")
+    load = partial(load_rewarded, tokenizer=start.tokenizer, config=settings.data, cache=start.cache)
+    examples, validation, notes = data_set.read(settings.data, load)
     if settings.data.normalize:
         mean, std = examples.moments
         if std <= 1e-12 * (1 + abs(mean)):
@@ -62,8 +55,7 @@ def check(settings: ILQLRunConfig, world_size: int) -> Plan:
     fresh = fresh_heads(start.source)
     if start.source is not None:
         notes.append(f"{start.source}: " + ("has no Q heads; new ones" if fresh else "its value and Q heads are kept"))
-    total = settings.training.total_steps(examples.epoch_rows)
-    settings.optimizer.check_steps(total)
+    total = data_set.total_steps(settings, examples)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation, fresh=fresh
     )
@@ -76,26 +68,8 @@ def fresh_heads(source: Path | None) -> tuple[str, ...]:
 
 def prepare(settings: ILQLRunConfig, plan: Plan, topology: Topology) -> Prepared:
     """Build and load. Collective."""
-    from megarlhf.models.build import build
-
-    start, total = plan.start, plan.total_steps
-    options = setup.model_options(settings, trains=True, total_steps=total)
-    engine = build("actor_q", start.architecture, topology, **options)
-    if start.resume_from is not None:
-        checkpoint.load(engine, start.resume_from / "actor", weights_only=False)
-    elif start.source is not None:
-        checkpoint.load(engine, start.source, weights_only=True, fresh=plan.fresh)
-    loader = partial(RewardedLoader, **setup.loader_options(settings, start, topology))
-
-    def loop(checkpoints, log, write_files):
-        offline.train(
-            ilql(settings.ilql), {"actor": engine}, loader(plan.training),
-            loader(plan.validation) if plan.validation is not None else None,
-            checkpoints=checkpoints, log=log, settings=settings, write_files=write_files,
-        )  # fmt: skip
-
-    banner = {"steps": f"{total} of {settings.training.global_batch_size} rows"}
-    return Prepared({"actor": engine}, engine.steps, loop, banner)
+    actor = data_set.trained(settings, plan, topology, "actor", kind="actor_q", fresh=plan.fresh)
+    return data_set.prepared(settings, plan, topology, ilql(settings.ilql), {"actor": actor}, RewardedLoader)
 
 
 PROGRAM = Program((ILQLRunConfig,), partial(config.load, ILQLRunConfig), check, training(prepare))

@@ -12,7 +12,7 @@ from megarlhf.algorithms.kto import kto
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
 from megarlhf.data.ratings import RatingDataConfig, RatingLoader, load_ratings
-from megarlhf.train import reference, setup
+from megarlhf.train import data_set, reference
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.reference import Plan, ReferencedRunConfig
 
@@ -27,21 +27,16 @@ class KTOConfig(ReferencedRunConfig):
 
 def check(settings: KTOConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    settings.training.check_batch(settings.parallel, world_size)
     if settings.training.global_batch_size < 2 and settings.kto.loss == "kto":
         raise UserError(
             "training.global_batch_size: kto compares each prompt with the response of another row, so a batch needs "
             "at least 2"
         )
-    start = setup.find(settings, length=settings.data.max_length, role="actor")
-    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
-    examples, report = load_ratings(settings.data.train, start.tokenizer, settings.data, both=True)
-    notes, validation = [report.summary(), *balance(settings.kto, *examples.class_sizes)], None
-    if settings.data.validation is not None:
-        validation, report = load_ratings(settings.data.validation, start.tokenizer, settings.data)
-        notes.append(report.summary())
-    total = settings.training.total_steps(examples.epoch_rows)
-    settings.optimizer.check_steps(total)
+    start = data_set.find(settings, world_size, role="actor")
+    load = partial(load_ratings, tokenizer=start.tokenizer, config=settings.data, cache=start.cache)
+    examples, validation, notes = data_set.read(settings.data, load, both=True)
+    notes += balance(settings.kto, *examples.class_sizes)
+    total = data_set.total_steps(settings, examples)
     algorithm = kto(settings.kto)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation,

@@ -17,6 +17,11 @@ LARGEST_DEVICE = 288 * 2**30  # bytes
 TOKEN_BYTES = 17  # of a token in a batch: id and segment in int64, a mask
 
 
+def largest() -> int:
+    """Bytes of the largest device that is known: a GPU, or a CPU rank that has this machine to itself."""
+    return max(LARGEST_DEVICE, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
 def check_sizes(
     architecture: Architecture,
     parallel: ParallelConfig,
@@ -31,7 +36,8 @@ def check_sizes(
     the rows have fewer or one row has more; sampled: rows whose keys and values are cached in sampling."""
     tokens = min(max(micro_batch_tokens, length), rows * length)
     size = 2 if dtype == "bf16" else 4
-    share = parallel.tensor * parallel.pipeline
+    # Of a mixture of experts the largest share that ranks can have: it is a lower bound.
+    share = parallel.pipeline * max(parallel.tensor, parallel.expert)
     channels = architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     needs = {
         f"{architecture.num_parameters:,} parameters": architecture.num_parameters * size // share,
@@ -42,7 +48,7 @@ def check_sizes(
             2 * sampled * length * channels * size // parallel.tensor
         ),
     }
-    most = max(LARGEST_DEVICE, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    most = largest()
     if sum(needs.values()) > most:
         name = max(needs, key=lambda name: needs[name])
         raise UserError(

@@ -17,6 +17,9 @@ from megarlhf.cluster import slurm, watchdog
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader
 from megarlhf.log import Log
+from megarlhf.train.meter import Meter, offline_flops
+from megarlhf.train.meter import shown as costs
+from megarlhf.train.profiling import Profile
 from megarlhf.train.settings import OfflineRunConfig
 
 if TYPE_CHECKING:
@@ -40,19 +43,24 @@ def train(
     log: Log,
     settings: OfflineRunConfig,
     write_files: Callable[[Path], None],
-    before_save: Callable[[int], None] = lambda step: None,
+    adjust: Callable[[int, Log], None] = lambda step, log: None,
 ) -> None:
     """From engine.steps to engine.total_steps, one update a step. A batch is a function of the step, so the step is the
     data cursor. `models`: the trained one comes first; the others, such as a reference or its cached outputs, are only
     run forward.
-    `before_save(step)`: called before each checkpoint; collective."""
+    `adjust(step, log)`: called before the first step and before each checkpoint; collective."""
     role, engine = next(iter(models.items()))
     total = engine.total_steps
     job = slurm.Job(settings.job, Path(settings.run), engine.steps)
-    if validation is not None and engine.steps == 0:
-        evaluate(algorithm, models, validation, log)
+    meter = Meter(offline_flops(settings, engine.modules[0].architecture))
+    profile = Profile(settings.run, settings.log.profile)
+    if engine.steps == 0:
+        adjust(0, log)
+        if validation is not None:
+            evaluate(algorithm, models, validation, log)
     while engine.steps < total:
         watchdog.phase("step", engine.steps + 1)
+        profile.begin(engine.steps + 1)
         started = time.perf_counter()
         means = engine.step(prepared(algorithm, models, training.batch(engine.steps)), algorithm.loss)
         algorithm.after_update(engine)
@@ -67,21 +75,24 @@ def train(
                 "optimizer.lr or look at the data of this step"
             )
         seconds = time.perf_counter() - started
-        rate = training.num_tokens(step - 1) / seconds
+        tokens = training.num_tokens(step - 1)
+        profile.end(step, last=step == total)
         if step % settings.log.every == 0 or step == total:
-            shown = {"loss": f"{values['loss']:.4f}", "tokens/s": f"{rate:,.0f}"}
-            log.step(step, {**values, "step_seconds": seconds, "tokens_per_second": rate}, shown)
+            values |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, **meter.values(tokens, seconds)}
+            shown = {"loss": f"{values['loss']:.4f}", "tokens/s": f"{tokens / seconds:,.0f}"}
+            log.step(step, values, shown | {"seconds": f"{seconds:.2f}"} | costs(values))
         checkpoints.poll()
         if validation is not None and (step % settings.training.evaluate_every == 0 or step == total):
             evaluate(algorithm, models, validation, log)
         leave = job.leave(checkpoints.seconds)
         if step % settings.checkpoint.every == 0 or step == total or leave:
-            before_save(step)
+            adjust(step, log)
             cursor = {"consumed_examples": step * training.global_batch, "seed": settings.seed, "total_steps": total}
             checkpoints.save(step, {role: engine}, cursor, write_files)
         if leave:
             break
     checkpoints.finish()
+    profile.end(engine.steps, last=True)  # if the job leaves within the profiled steps
     job.close(engine.steps, total)
 
 

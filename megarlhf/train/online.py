@@ -19,8 +19,11 @@ from megarlhf.metrics import Metric
 from megarlhf.train import guard
 from megarlhf.train.actions import Actions, Models, Progress
 from megarlhf.train.clock import Clock
+from megarlhf.train.meter import Meter, online_flops
+from megarlhf.train.meter import shown as costs
+from megarlhf.train.profiling import Profile
 from megarlhf.train.rl_config import OnlineRunConfig
-from megarlhf.train.samples import record_samples
+from megarlhf.train.samples import record_samples, record_scores
 
 
 def train(
@@ -40,10 +43,13 @@ def train(
     temperature = settings.sampler.temperature  # of all log-probs too (detail P1)
     job = slurm.Job(settings.job, directory, progress.step)
     evaluation = models.evaluation
+    meter = Meter(online_flops(settings, actor.modules[0].architecture))
+    profile = Profile(settings.run, settings.log.profile)
     if progress.step == 0:
         progress.best = evaluation.after(0, progress.best, log)
     while progress.step < training.steps and not evaluation.stopped(progress.best):
         step, checked = progress.step, {}
+        profile.begin(step + 1)
         clock = Clock(step + 1)
         act = Actions(models, progress, clock, temperature=temperature, signals=algorithm.signals)
         batch = algorithm.collect(act)  # 1. sample, score, evaluate
@@ -52,7 +58,7 @@ def train(
             at_start = step == 0 and settings.reference.checkpoint is None
             checked = gate.run_gate(
                 batch.rollout, batch.signals, actor=actor, at_start=at_start, temperature=temperature,
-                config=settings.gate,
+                config=settings.gate, offloaded=models.offloaded,
             )  # fmt: skip
         clock.enter("learn")
         experience = algorithm.make_experience(batch, progress.state, act.group)  # 2. credit
@@ -68,19 +74,23 @@ def train(
             means |= learn(algorithm, models, act, experience, settings)  # 3. learn
             algorithm.after_batch(act)
         clock.stop()
-        values = {name: metric.value for name, metric in means.items()} | checked | clock.seconds
+        values = metrics.values(means) | checked | clock.seconds
         values |= {f"objective/{name}": number for name, number in progress.state.items()}
         values["tokens_per_second"] = training.batch_size * values["sampler/tokens"] / values["time/step"]
         progress.state = algorithm.adapt(progress.state, values, training.batch_size)  # 4. adapt
         progress.step += 1
         progress.best = evaluation.after(progress.step, progress.best, log)  # 5. held-out prompts
         last = progress.step == training.steps or evaluation.stopped(progress.best) is not None
+        profile.end(progress.step, last=last)
         if progress.step % settings.log.every == 0 or last:
+            seconds, tokens = values["time/step"], training.batch_size * values["sampler/tokens"]
+            values |= meter.values(tokens, seconds)
             shown = {"score": f"{values['objective/scores']:+.3f}", "kl": f"{values['objective/kl']:.2f}"}
-            log.step(progress.step, values, shown)
+            log.step(progress.step, values, shown | {"seconds": f"{seconds:.2f}"} | costs(values))
         if step % settings.log.samples_every == 0 or last:
             prompt_key, count = settings.prompts.prompt_key, settings.log.samples
             record_samples(batch, models.scorer, prompt_key, count, progress.step, log)
+            record_scores(batch.scores, models.scorer.names, models.actor.topology, progress.step, log)
         checkpoints.poll()
         leave = job.leave(checkpoints.seconds)
         best = progress.best.step
@@ -90,6 +100,7 @@ def train(
         if leave:
             break
     checkpoints.finish()
+    profile.end(progress.step, last=True)  # if the job leaves within the profiled steps
     job.close(progress.step, progress.step if evaluation.stopped(progress.best) else training.steps)
 
 

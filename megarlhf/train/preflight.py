@@ -8,8 +8,10 @@ checkpoints. It needs no GPU and no process group. cluster/job_checks.py checks 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +20,15 @@ from typing import Any
 from megarlhf import checkpoint, config
 from megarlhf.checkpoint import checksums
 from megarlhf.config import UserError
+from megarlhf.convert.torch_dist import stored_as
+from megarlhf.models.adapters import Adapters
 from megarlhf.models.locate import find_model
 from megarlhf.models.spec import FILE, VOCABULARY, Architecture
-from megarlhf.train import presets
+from megarlhf.plan import hardware, memory
+from megarlhf.plan.job import Job
+from megarlhf.plan.time import Machine
+from megarlhf.train import planned, presets, setup
+from megarlhf.train.memory import largest
 from megarlhf.train.program import Program
 from megarlhf.train.settings import RunConfig
 from megarlhf.train.setup import check_writable, existing
@@ -35,24 +43,21 @@ def main(
     nodes: int,
     per_node: int,
     verify: bool = False,
+    gpu: str | None = None,
+    table: str | None = None,
 ) -> None:
     """Print passed checks to standard output and mistakes to standard error; SystemExit(2) if there is a mistake.
 
     `programs`: those that train, by name; `program`: the file's program, by default the one with most of its keys;
-    `verify`: read every checkpoint whole, for its checksums.
+    `verify`: read every checkpoint whole, for its checksums; `gpu`: the kind of GPU, whose memory must hold a rank, in
+    the built-in table or the file `table`.
     """
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node)):
         if number < 1:
             raise UserError(f"{flag}: must be at least 1, not {number}")
-    if "rounds" in config.top_level(path, overrides):
-        raise UserError(
-            f"{path}: is a chain of megarlhf rounds; 'megarlhf rounds --config {path} plan=true' checks it and starts "
-            "nothing"
-        )
-    if program is None:
-        counts = matches(path, programs, overrides)
-        program = max(counts, key=lambda name: counts[name])
+    program = chosen(path, programs, overrides, program)
     settings = programs[program].load(path, overrides)
+    machine = hardware.chosen(gpu, table)
     world_size = nodes * per_node
     print(f"preflight: a configuration for 'megarlhf {program}' on {nodes} x {per_node} = {world_size} ranks")
     mistakes = []
@@ -69,7 +74,11 @@ def main(
         return result
 
     attempt("tensor parallelism stays within a node", lambda: check_nodes(settings, per_node))
-    plan = attempt("configuration, data, tokenizer, layout", lambda: programs[program].check(settings, world_size))
+    with tempfile.TemporaryDirectory() as scratch:
+        reading = settings
+        if settings.data_cache is None and not os.path.isdir(setup.own_cache(settings)):
+            reading = dataclasses.replace(settings, data_cache=scratch)  # the run directory is not made here
+        plan = attempt("configuration, data, tokenizer, layout", lambda: programs[program].check(reading, world_size))
     for name, role, given in model_paths(settings):
         attempt(f"{name} {given}", lambda given=given, role=role: check_model(find_model(given, role)))
         if verify:
@@ -85,9 +94,22 @@ def main(
     attempt(f"run directory {settings.run}", lambda: check_writable(settings.run))
     if plan is not None:
         attempt("disk for checkpoints", lambda: check_disk(settings, plan.start.architecture))
+        attempt("memory of a rank", lambda: check_memory(planned.job_of(settings, world_size, device="cuda"), machine))
     sys.stdout.flush()
     if mistakes:
         raise SystemExit(2)
+
+
+def chosen(path: str, programs: dict[str, Program], overrides: list[str], program: str | None) -> str:
+    """`program`, by default the one whose configuration has most keys of a file. Refuses (UserError) a chain of
+    several."""
+    if "rounds" in config.top_level(path, overrides):
+        raise UserError(
+            f"{path}: is a chain of megarlhf rounds; 'megarlhf rounds --config {path} plan=true' checks it and starts "
+            "nothing"
+        )
+    counts = matches(path, programs, overrides)
+    return program or max(counts, key=lambda name: counts[name])
 
 
 def matches(path: str, programs: dict[str, Program], overrides: Sequence[str] = ()) -> dict[str, int]:
@@ -127,6 +149,18 @@ def _keys(cls: type) -> set[tuple[str, str | None]]:
     return found
 
 
+def check_memory(job: Job, machine: Machine | None) -> str:
+    """Refuse (UserError) a job whose fullest rank a GPU cannot hold: one of this `machine`, or the largest device there
+    is."""
+    capacity, owner = (largest(), "the largest device") if machine is None else (machine.memory, machine.name)
+    held = memory.fullest(memory.with_slots(job, capacity))
+    if (why := memory.refusal(held, capacity, owner)) is not None:
+        raise UserError(
+            f"parallel: {why}, with rows of the full {job.shape.length} tokens; 'megarlhf plan' says what would fit"
+        )
+    return f"{held.peak / 1e9:,.1f} GB in {held.fullest}, predicted"
+
+
 def check_nodes(settings: RunConfig, per_node: int) -> None:
     tensor = settings.parallel.tensor
     if per_node % tensor:
@@ -142,7 +176,9 @@ def model_paths(settings: RunConfig, prefix: str = "") -> Iterator[tuple[str, st
         value, name = getattr(settings, field.name), f"{prefix}{field.name}"
         if field.name == "checkpoint" and isinstance(value, str):
             # critics start from reward models; scoring uses them
-            yield name, "reward" if name.startswith(("critic.", "scoring.")) else "actor", value
+            role = "reward" if name.startswith(("critic.", "scoring.")) else "actor"
+            if name != "model.lora.checkpoint":  # the check of the configuration reads it
+                yield name, role, value
         elif dataclasses.is_dataclass(value):
             yield from model_paths(value, f"{name}.")
         elif isinstance(value, tuple):
@@ -158,6 +194,9 @@ def check_model(directory: Path) -> str:
     """
     architecture = Architecture.load(directory)
     found = checkpoint.inspect(directory)
+    if (own := Adapters.of(directory)) is not None:
+        number = own.lora.num_parameters(architecture)
+        return f"{number / 1e6:,.1f}M parameters of adapters on {check_model(own.find_base(directory))}"
     for name, shape in stacked(architecture).items():
         if name not in found:
             if name != "output_layer.weight":
@@ -173,15 +212,12 @@ def check_model(directory: Path) -> str:
 
 
 def stacked(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as in a checkpoint: megatron stacks the layers."""
-    out = {}
+    """Names and shapes as in a checkpoint: megatron stacks the layers, and experts behind them."""
+    out, sizes = {}, (architecture.num_layers, architecture.num_experts or 0)
     for name, shape in architecture.shapes().items():
-        if name.startswith("decoder.layers."):
-            _, _, number, rest = name.split(".", 3)
-            if number == "0":
-                out[f"decoder.layers.{rest}"] = (architecture.num_layers, *shape)
-        else:
-            out[name] = shape
+        key, place = stored_as(name)
+        if not any(place):  # the first of a stack
+            out[key] = (*sizes[: len(place)], *shape)
     return out
 
 
@@ -190,11 +226,13 @@ def check_disk(settings: RunConfig, architecture: Architecture) -> str:
     (evaluation.best) is kept beside the newest."""
     weight = 2 if settings.model.dtype == "bf16" else 4
     critic = getattr(settings, "critic", None)
-    models = 2 if critic is not None and critic.kind == "separate" else 1
+    models = 2 if critic is not None and critic.kind != "shared" else 1
+    lora = settings.model.lora
+    number = architecture.num_parameters if lora is None else lora.num_parameters(architecture)
     # beside the weights, the optimizer's fp32 weights and its two moments
-    each = models * architecture.num_parameters * (weight + 12)
+    each = models * number * (weight + 12)
     if getattr(settings, "average", None) is not None:
-        each += architecture.num_parameters * 4  # in fp32
+        each += number * 4  # in fp32
     if getattr(settings, "ilql", None) is not None:  # two Q heads with their optimizer states, and slow copies in fp32
         each += 2 * architecture.vocab_size * architecture.hidden_size * (weight + 12 + 4)
     run = Path(settings.run)

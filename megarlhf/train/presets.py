@@ -12,7 +12,7 @@ Preset = dict[str, dict[str, Any]]
 PPO: dict[str, Preset] = {
     # The 2019 original (lm-human-preferences, launch.py's sentiment task)
     "openai_2019": {
-        "prompts": {"length": 64, "start_text": ".", "end_text": "."},
+        "prompts": {"length": 64, "truncate": "end", "start_text": ".", "end_text": "."},
         "sampler": {"response_length": 24, "temperature": 0.7, "stop_at_eos": False},
         "scoring": {"truncate_token": ".", "truncate_after": 16, "penalty": -1.0},
         "ppo": config.to_dict(ppo.OPENAI_2019),

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarlhf import checkpoint, config
+from megarlhf import config
 from megarlhf.algorithms.process_reward import process_reward_model
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
-from megarlhf.data.steps import StepDataConfig, StepExamples, StepLoader, load_steps
+from megarlhf.data.steps import StepDataConfig, StepLoader, load_steps
 from megarlhf.data.tokenizer import token_id
-from megarlhf.train import offline, setup
+from megarlhf.models import adapters
+from megarlhf.train import data_set, setup
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.settings import OfflineRunConfig
 
@@ -43,17 +44,13 @@ class ProcessRewardConfig(OfflineRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(setup.Plan):
-    training: StepExamples
-    validation: StepExamples | None
+class Plan(data_set.Plan):
     reward_ids: list[int] | None  # of reward_tokens
 
 
 def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    settings.training.check_batch(settings.parallel, world_size)
-    start = setup.find(settings, length=settings.data.max_length, role="reward")
-    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
+    start = data_set.find(settings, world_size, role="reward")
     reward_ids = None
     if settings.reward_tokens is not None:
         if start.source is None:
@@ -61,13 +58,9 @@ def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
                 "reward_tokens: are of the SFT model's output layer, so model.checkpoint is needed; give one"
             )
         reward_ids = [token_id(start.tokenizer, text, "reward_tokens") for text in settings.reward_tokens]
-    examples, report = load_steps(settings.data.train, start.tokenizer, settings.data)
-    notes, validation = [report.summary()], None
-    if settings.data.validation is not None:
-        validation, report = load_steps(settings.data.validation, start.tokenizer, settings.data)
-        notes.append(report.summary())
-    total = settings.training.total_steps(examples.epoch_rows)
-    settings.optimizer.check_steps(total)
+    load = partial(load_steps, tokenizer=start.tokenizer, config=settings.data, cache=start.cache)
+    examples, validation, notes = data_set.read(settings.data, load)
+    total = data_set.total_steps(settings, examples)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=examples, validation=validation,
         reward_ids=reward_ids,
@@ -76,40 +69,23 @@ def check(settings: ProcessRewardConfig, world_size: int) -> Plan:
 
 def prepare(settings: ProcessRewardConfig, plan: Plan, topology: Topology) -> Prepared:
     """Build and load. Collective."""
-    from megarlhf.models.build import build
-
-    start, total = plan.start, plan.total_steps
-    options = setup.model_options(settings, trains=True, total_steps=total)
-    engine = build("reward", start.architecture, topology, **options)
-    if start.resume_from is not None:
-        checkpoint.load(engine, start.resume_from / "reward", weights_only=False)
-    elif start.source is not None:
-        if plan.reward_ids is not None:
-            start_from_words(engine, settings, plan)
-        checkpoint.load(engine, start.source, weights_only=True, fresh=("value_head.",))
-    loader = partial(StepLoader, **setup.loader_options(settings, start, topology))
-
-    def loop(checkpoints, log, write_files):
-        offline.train(
-            process_reward_model(), {"reward": engine}, loader(plan.training),
-            loader(plan.validation) if plan.validation is not None else None,
-            checkpoints=checkpoints, log=log, settings=settings, write_files=write_files,
-        )  # fmt: skip
-
-    banner = {"steps": f"{total} of {settings.training.global_batch_size} solutions"}
-    return Prepared({"reward": engine}, engine.steps, loop, banner)
+    engine = data_set.trained(settings, plan, topology, "reward", fresh=("value_head.",))
+    if plan.reward_ids is not None and plan.start.resume_from is None:
+        start_from_words(engine, settings, plan)
+    return data_set.prepared(
+        settings, plan, topology, process_reward_model(), {"reward": engine}, StepLoader, unit="solutions"
+    )
 
 
 @torch.no_grad()
 def start_from_words(engine: Engine, settings: ProcessRewardConfig, plan: Plan) -> None:
     """Set the head's weight to the difference of the output layer's rows of the two reward tokens. The SFT model is
-    loaded for it, and freed afterwards. Call it before the trunk is loaded, which also copies the weights to the
-    optimizer. Collective."""
+    loaded for it, and freed afterwards. Collective."""
     from megarlhf.models.build import build
 
     topology, options = engine.topology, setup.model_options(settings, trains=False, total_steps=1)
     policy = build("reference", plan.start.architecture, topology, **options)
-    checkpoint.load(policy, plan.start.source, weights_only=True)
+    adapters.load(policy, plan.start.source)
     for module, source in zip(engine.modules, policy.modules, strict=True):
         if not hasattr(module, "value_head"):  # on the last stage alone
             continue
@@ -121,6 +97,7 @@ def start_from_words(engine: Engine, settings: ProcessRewardConfig, plan: Plan) 
                 difference += sign * shard[row]
         dist.all_reduce(difference, group=topology.tensor_group)
         module.value_head.weight.copy_(difference)
+    engine.reload_main_weights()
 
 
 PROGRAM = Program((ProcessRewardConfig,), partial(config.load, ProcessRewardConfig), check, training(prepare))

@@ -1,6 +1,6 @@
 """What the programs that compare a policy with a frozen reference share (`megarlhf dpo`, `kto`): the reference's log-
 probs, computed in the run or cached (reference_cache.py). A cache is made of the reference's weights, by their
-checksums, and of the tokens of the data."""
+checksums, and of the tokens of the data. Online programs share the check that a resumed run has the same reference."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch.distributed as dist
 
-from megarlhf import checkpoint
 from megarlhf.algorithms.interface import OfflineAlgorithm
 from megarlhf.batch import Sequences
 from megarlhf.checkpoint import checksums
 from megarlhf.cluster.parallel import Topology
-from megarlhf.config import UserError
+from megarlhf.config import PathName, UserError
 from megarlhf.data.loader import Loader
 from megarlhf.data.sft import Examples
-from megarlhf.data.tokenizer import check_same
-from megarlhf.models.locate import find_model, find_tokenizer
-from megarlhf.models.spec import Architecture
+from megarlhf.data.tables import Joined, pieces
+from megarlhf.models import adapters
+from megarlhf.models.hydra import Hydra
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import offline, setup
+from megarlhf.train import data_set, setup
 from megarlhf.train.program import Prepared
 from megarlhf.train.reference_cache import FILE, FORMAT, Cached, check_cache, read_json, together, write_cache
 from megarlhf.train.settings import OfflineRunConfig
@@ -41,8 +40,19 @@ if TYPE_CHECKING:
 class ReferenceConfig:
     """The frozen model that the policy is compared with."""
 
-    checkpoint: str | None = None  # default: model.checkpoint, where the policy starts
-    cache: str | None = None  # directory of its log-probs, made if it does not exist; default: computed in the run
+    # hydra: a frozen copy of the layers that train, on the policy's own trunk; needs model.trained_layers
+    kind: Literal["separate", "hydra"] = "separate"
+    checkpoint: PathName | None = None  # default: model.checkpoint, where the policy starts
+    cache: PathName | None = None  # directory of its log-probs, made if it does not exist; default: computed in the run
+    on_host: bool = False  # weights in host memory, on the device only while they are needed
+
+    def __post_init__(self):
+        if self.on_host and self.cache is not None:
+            raise ValueError("on_host: with a cache the run has no reference model; remove on_host or cache")
+        if self.kind == "hydra" and self.cache is not None:
+            raise ValueError("cache: with a cache the run has no reference model; remove kind or cache")
+        if self.kind == "hydra" and self.checkpoint is not None:
+            raise ValueError("checkpoint: a hydra reference is the policy's own start; remove checkpoint or kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,15 @@ class ReferencedRunConfig(OfflineRunConfig):
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        lora = self.model.lora
+        if self.reference.cache is not None and lora is not None and lora.quantization != "none":
+            raise ValueError(
+                f"reference.cache: would hold the log-probs of the unquantized model, but the policy starts in "
+                f"{lora.quantization} (model.lora.quantization); remove one of the two"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,9 +83,7 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(setup.Plan):
-    training: Examples
-    validation: Examples | None
+class Plan(data_set.Plan):
     algorithm: OfflineAlgorithm
     reference: Reference | None  # None: the loss has none
 
@@ -95,18 +112,21 @@ def check(
             "model.dropout: must be 0: it would change the policy's log-probs and not the reference's; use "
             "optimizer.weight_decay or fewer steps against overfitting"
         )
-    source = find_model(config.checkpoint) if config.checkpoint is not None else start.source
-    if config.checkpoint is not None and Architecture.load(source) != start.architecture:
+    settings.model.check_hydra(config.kind)
+    setup.check_lora_compared(settings)
+    lora = settings.model.lora
+    if lora is not None and None not in (lora.checkpoint, config.cache):
         raise UserError(
-            f"reference.checkpoint: {config.checkpoint} has another architecture than the policy; give one of the same"
+            "reference.cache: the reference has the adapters of model.lora.checkpoint, and a cache is of whole models; "
+            "remove it, or give these adapters as model.checkpoint"
         )
-    notes = []
+    source, notes = start.source, []
     if config.checkpoint is not None:
-        tokenizer = find_tokenizer(config.checkpoint)
-        notes.append(
-            check_same(start.tokenizer, f"reference.checkpoint: {config.checkpoint}", tokenizer, "reference model")
+        source, note = setup.find_fitting(
+            start, config.checkpoint, "reference.checkpoint", role="actor", model="reference model"
         )
-    weights = f"random, seed {settings.seed}" if source is None else weights_of(source)
+        notes.append(note)
+    weights = weights_of(source, settings.seed)
     content = {
         "format": FORMAT,
         "reference": weights,
@@ -121,7 +141,8 @@ def check(
         repeats = [[part.num_groups, part.weight] for part in data[0].parts]
         content["order"] = [settings.seed, settings.training.global_batch_size, total_steps, repeats]
     if start.resume_from is not None:
-        notes.append(check_resumed(start.resume_from, source, weights))
+        key = "model.checkpoint" if config.checkpoint is None else "reference.checkpoint"
+        notes.append(check_resumed(start.resume_from, source, weights, key))
     if config.cache is not None:
         if source is None or weights is None:
             raise UserError(
@@ -135,21 +156,6 @@ def check(
     return Reference(source, weights, content, tuple(filter(None, notes)))
 
 
-def weights_of(directory: Path) -> str | None:
-    """A hash of a model's weights, from its checksums; None if it has none."""
-    found = checksums.find(directory)
-    if found is None:
-        return None
-    root, files = found
-    inside = directory.resolve()
-    own = {
-        str((root / name).relative_to(inside)): value.sha256
-        for name, value in files.items()
-        if inside in (root / name).parents
-    }
-    return hashlib.sha256(json.dumps(sorted(own.items())).encode()).hexdigest()
-
-
 def content_of(data: Examples | None, *, complete: bool) -> str | None:
     """A hash of the tokens and masks of a data set. `complete`: of all its arrays, since others decide which rows are
     put together."""
@@ -157,18 +163,32 @@ def content_of(data: Examples | None, *, complete: bool) -> str | None:
         return None
     names = ("tokens", "mask", "offsets")
     if complete:
-        names = tuple(found.name for found in fields(data) if isinstance(getattr(data, found.name), np.ndarray))
+        arrays = np.ndarray, Joined
+        names = tuple(found.name for found in fields(data) if isinstance(getattr(data, found.name), arrays))
     digest = hashlib.sha256()
     for name in names:
         values = getattr(data, name)
         digest.update(f"{name} {values.dtype} {values.shape}".encode())
-        digest.update(np.ascontiguousarray(values))
+        for piece in pieces(values):
+            digest.update(np.ascontiguousarray(piece))
     return digest.hexdigest()
 
 
-def check_resumed(step_directory: Path, source: Path | None, weights: str | None) -> str | None:
+def weights_of(source: Path | None, seed: int) -> str | None:
+    """What tells a reference's weights: their hash; of random ones (`source` None) the seed. None: not known, since the
+    model has no checksums."""
+    return f"random, seed {seed}" if source is None else checksums.weights_of(source)
+
+
+def record(step_directory: Path, source: Path | None, weights: str | None) -> None:
+    """Write what `check_resumed` reads."""
+    where = None if source is None else str(source.resolve())
+    (step_directory / FILE).write_text(json.dumps({"weights": weights, "source": where}) + "\n")
+
+
+def check_resumed(step_directory: Path, source: Path | None, weights: str | None, key: str) -> str | None:
     """Refuse (UserError) to go on with another reference than the run began with. Returns a note if that is not known:
-    a model without checksums may have moved, so its path alone does not tell."""
+    a model without checksums may have moved, so its path alone does not tell. `key`: what gives the reference."""
     path = step_directory / FILE
     if not path.is_file():
         return None
@@ -182,7 +202,7 @@ def check_resumed(step_directory: Path, source: Path | None, weights: str | None
     if before["weights"] != weights:
         why = "is not" if weights is not None else f"has no {checksums.FILE}, so it is not known to be"
         raise UserError(
-            f"reference.checkpoint: {source or 'the random weights'} {why} the reference that this run began with "
+            f"{key}: {source or 'the model with random weights'} {why} the reference that this run began with "
             f"({path}); give that model again, or a new run directory"
         )
     return None
@@ -200,41 +220,40 @@ def prepare(
     banner: dict[str, str],
 ) -> Prepared:
     """Build and load the policy and its reference. Collective."""
-    from megarlhf.models.build import build
+    from megarlhf.models import lora
 
-    start, total, reference = plan.start, plan.total_steps, plan.reference
-    options = setup.loader_options(settings, start, topology)
-    training = make_loader(plan.training, **options)
-    validation = None if plan.validation is None else make_loader(plan.validation, **options)
-    others: dict[str, Engine | Cached] = {}
+    reference, models, lines = plan.reference, {}, dict(banner)
+    hydra = settings.reference.kind == "hydra"
+    given = settings.reference.checkpoint or settings.reference.cache
+    bare = settings.model.lora is not None and given is None  # the policy without its adapters
+    own = reference is not None and (hydra or bare)  # it is of the policy's own weights
     if reference is not None:
-        others["reference"] = frozen(settings, plan, topology, training, validation)
-    actor = build(
-        "actor", start.architecture, topology, **setup.model_options(settings, trains=True, total_steps=total)
-    )
-    if start.resume_from is not None:
-        checkpoint.load(actor, start.resume_from / "actor", weights_only=False)
-    elif start.source is not None:
-        checkpoint.load(actor, start.source, weights_only=True)
-
-    def loop(checkpoints, log, write_files):
-        def write(directory: Path) -> None:
-            write_files(directory)
-            if reference is not None:
-                source = None if reference.source is None else str(reference.source.resolve())
-                (directory / FILE).write_text(json.dumps({"weights": reference.weights, "source": source}) + "\n")
-
-        offline.train(
-            plan.algorithm, {"actor": actor, **others}, training, validation,
-            checkpoints=checkpoints, log=log, settings=settings, write_files=write,
-        )  # fmt: skip
-
-    lines = dict(banner)
-    if reference is not None:
+        if not own:  # built before the policy, so that making its cache has the memory of the policy's optimizer
+            loaders = data_set.loaders(settings, plan, topology, make_loader)
+            models["reference"] = frozen(settings, plan, topology, *loaders)
         where = str(reference.source or f"random weights (seed {settings.seed})")
         lines["reference"] = where + (f", cached in {settings.reference.cache}" if settings.reference.cache else "")
-    lines["steps"] = f"{total} of {settings.training.global_batch_size} rows"
-    return Prepared({"actor": actor}, actor.steps, loop, lines, () if reference is None else reference.notes)
+
+    def branch_off(actor: Engine) -> None:
+        if hydra:
+            models["reference"] = Hydra(actor, settings.model.trained_layers)
+        else:
+            models["reference"] = lora.Reference(actor, started=settings.model.lora.checkpoint is not None)
+        if settings.reference.on_host:
+            models["reference"].keep_on_host("weights")
+
+    def write_reference(directory: Path) -> None:
+        if reference is not None:
+            record(directory, reference.source, reference.weights)
+
+    actor = data_set.trained(settings, plan, topology, "actor", started=branch_off if own else None)
+    if hydra and plan.start.resume_from is not None:
+        models["reference"].check_trunk(plan.start.resume_from)
+    models = {"actor": actor, **models}
+    return data_set.prepared(
+        settings, plan, topology, plan.algorithm, models, make_loader,
+        banner=lines, notes=() if reference is None else reference.notes, write_more=write_reference,
+    )  # fmt: skip
 
 
 def frozen(
@@ -261,7 +280,9 @@ def frozen(
     options["awaits_checkpoint"] = plan.reference.source is not None
     engine = build("reference", start.architecture, topology, **options)
     if plan.reference.source is not None:
-        checkpoint.load(engine, plan.reference.source, weights_only=True)
+        adapters.load(engine, plan.reference.source)
+    if settings.reference.on_host:
+        engine.keep_on_host("weights")
     if cache is None:
         return engine
     write_cache(Path(cache), engine, plan.reference.content, batches(plan, training, validation))

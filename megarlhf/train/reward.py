@@ -10,24 +10,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarlhf import checkpoint, config
+from megarlhf import config
 from megarlhf.algorithms.masked import last_valid
 from megarlhf.algorithms.reward import LossName, final_scores, normalisation, reward_model
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
-from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, Preferences, load_preferences
+from megarlhf.data.preferences import PreferenceDataConfig, PreferenceLoader, load_preferences
 from megarlhf.data.prompts import PromptLoader, PromptsConfig, PromptSet, load_prompts
 from megarlhf.experience import sampler
 from megarlhf.experience.sampler import Sampler, SamplerConfig
+from megarlhf.models import adapters
 from megarlhf.models.spec import check_length
 from megarlhf.optim import OptimizerConfig
-from megarlhf.train import memory, offline, setup
+from megarlhf.train import data_set, memory, setup
 from megarlhf.train.program import Prepared, Program, training
 from megarlhf.train.settings import OfflineRunConfig
 
 if TYPE_CHECKING:
     from megarlhf.batch import Rollout
     from megarlhf.engine import Engine
+    from megarlhf.log import Log
 
 
 @dataclass(frozen=True)
@@ -66,31 +68,25 @@ class RewardConfig(OfflineRunConfig):
     data: PreferenceDataConfig
     loss: LossName = "pairwise"
     normalization: NormalizationConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # to 0 (detail G5)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # detail G5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(setup.Plan):
-    training: Preferences
-    validation: Preferences | None
+class Plan(data_set.Plan):
     prompts: PromptSet | None  # of the normalisation
 
 
 def check(settings: RewardConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
     size = settings.data.num_responses
-    settings.training.check_batch(settings.parallel, world_size, together=size)
     if settings.loss == "pairwise" and size != 2:
         raise UserError(
             f"loss: pairwise compares 2 responses, but data.num_responses is {size}; use log_exp or best_of"
         )
-    start = setup.find(settings, length=settings.data.max_length, role="reward")
-    setup.check_memory(settings, start.architecture, world_size, length=settings.data.max_length)
-    pairs, report = load_preferences(settings.data.train, start.tokenizer, settings.data)
-    notes, validation, prompts = [report.summary()], None, None
-    if settings.data.validation is not None:
-        validation, report = load_preferences(settings.data.validation, start.tokenizer, settings.data)
-        notes.append(report.summary())
+    start = data_set.find(settings, world_size, role="reward", together=size)
+    load = partial(load_preferences, tokenizer=start.tokenizer, config=settings.data, cache=start.cache)
+    pairs, validation, notes = data_set.read(settings.data, load)
+    prompts = None
     if settings.normalization is None:
         notes.append("scores are not normalised (detail R3): the section normalization is not set")
     else:
@@ -115,10 +111,11 @@ def check(settings: RewardConfig, world_size: int) -> Plan:
             eos_id=start.tokenizer.eos_id,
             pad_id=start.architecture.vocab_size,
         )
-        prompts, report = load_prompts(start.tokenizer, settings.normalization.prompts, keep_records=False)
+        prompts, report = load_prompts(
+            start.tokenizer, settings.normalization.prompts, keep_records=False, cache=start.cache
+        )
         notes.append(report.summary())
-    total = settings.training.total_steps(pairs.epoch_rows)
-    settings.optimizer.check_steps(total)
+    total = data_set.total_steps(settings, pairs)
     return Plan(
         start=start, total_steps=total, notes=tuple(notes), training=pairs, validation=validation, prompts=prompts
     )
@@ -135,39 +132,20 @@ def slots(settings: RewardConfig, data_size: int) -> int:
 
 def prepare(settings: RewardConfig, plan: Plan, topology: Topology) -> Prepared:
     """Sample the responses for the normalisation, build and load. Collective."""
-    from megarlhf.models.build import build
-
-    start, total = plan.start, plan.total_steps
     samples = sample(settings, plan, topology) if settings.normalization is not None else None
-    engine = build(
-        "reward", start.architecture, topology, **setup.model_options(settings, trains=True, total_steps=total)
-    )
-    if start.resume_from is not None:
-        checkpoint.load(engine, start.resume_from / "reward", weights_only=False)
-    elif start.source is not None:
-        checkpoint.load(engine, start.source, weights_only=True, fresh=("value_head.",))
-    loader = partial(PreferenceLoader, **setup.loader_options(settings, start, topology))
+    engine = data_set.trained(settings, plan, topology, "reward", fresh=("value_head.",))
+
+    def normalise_ends(step: int, log: Log) -> None:
+        if samples is None or step not in (0, plan.total_steps):
+            return
+        gain, bias = normalise(engine, samples, settings.normalization)
+        log.record(step, {"normalization/gain": gain, "normalization/bias": bias})
+        log.say(f"step {step}: scores normalised over {settings.normalization.samples} samples, gain {gain:.4g}")
+
     algorithm = reward_model(settings.loss, num_responses=settings.data.num_responses)
-
-    def loop(checkpoints, log, write_files):
-        def normalise_at(step: int) -> None:
-            if samples is not None and step in (0, total):
-                gain, bias = normalise(engine, samples, settings.normalization)
-                log.record(step, {"normalization/gain": gain, "normalization/bias": bias})
-                log.say(
-                    f"step {step}: scores normalised over {settings.normalization.samples} samples, gain {gain:.4g}"
-                )
-
-        if engine.steps == 0:
-            normalise_at(0)
-        offline.train(
-            algorithm, {"reward": engine}, loader(plan.training),
-            loader(plan.validation) if plan.validation is not None else None,
-            checkpoints=checkpoints, log=log, settings=settings, write_files=write_files, before_save=normalise_at,
-        )  # fmt: skip
-
-    banner = {"steps": f"{total} of {settings.training.global_batch_size} rows"}
-    return Prepared({"reward": engine}, engine.steps, loop, banner)
+    return data_set.prepared(
+        settings, plan, topology, algorithm, {"reward": engine}, PreferenceLoader, adjust=normalise_ends
+    )
 
 
 def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
@@ -178,7 +156,7 @@ def sample(settings: RewardConfig, plan: Plan, topology: Topology) -> Rollout:
     normalization, start = settings.normalization, plan.start
     options = setup.model_options(settings, trains=False, total_steps=1)
     policy = build("reference", start.architecture, topology, **options)
-    checkpoint.load(policy, start.source, weights_only=True)
+    adapters.load(policy, start.source)
     policy_sampler = Sampler(
         policy,
         normalization.sampler(slots(settings, topology.data_size)),

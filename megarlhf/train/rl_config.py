@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from megarlhf import config
 from megarlhf.algorithms import ppo, reinforce
 from megarlhf.algorithms.interface import OnlineAlgorithm, averaged, share_trunk
-from megarlhf.config import UnknownKeyError, UserError
+from megarlhf.config import PathName, UnknownKeyError, UserError
 from megarlhf.data.prompts import PromptsConfig
 from megarlhf.data.sft import SFTDataConfig
 from megarlhf.experience.gate import GateConfig
@@ -44,23 +44,39 @@ ALGORITHMS = {
 class CriticConfig:
     """The model that estimates values."""
 
-    kind: Literal["separate", "shared"] = "separate"  # shared: a head on the actor's trunk, one backward, as in 2019
+    # shared: a head on the actor's trunk, one backward, as in 2019; adapters: adapters and a head of its own on the
+    # actor's frozen weights, with model.lora
+    kind: Literal["separate", "shared", "adapters"] = "separate"
     # separate: a reward model to start from; default: the actor's trunk and a zero head (P2)
-    checkpoint: str | None = None
-    # separate: keys that are left out are the actor's
+    checkpoint: PathName | None = None
+    # of a separate critic.
     optimizer: OptimizerConfig | None = field(default=None, metadata=config.like("optimizer"))
+    head: Literal["linear", "mlp"] = "linear"  # mlp: one hidden layer of twice the width, as trlX has
+    on_host: bool = False  # separate: weights in host memory, on the device only while they are needed
 
     def __post_init__(self):
+        if self.kind == "adapters" and self.checkpoint:
+            raise ValueError("checkpoint: a critic of kind adapters starts from the actor's base; remove checkpoint")
+        if self.kind == "adapters" and self.on_host:
+            raise ValueError("on_host: a critic of kind adapters uses the actor's weights; remove it")
         if self.kind == "shared" and (self.checkpoint or self.optimizer):
             raise ValueError("kind: a shared critic has neither a checkpoint nor an optimizer of its own; remove them")
+        if self.kind == "shared" and self.on_host:
+            raise ValueError("on_host: a shared critic has no weights but the actor's and a head; remove it")
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
     """The frozen model of the KL penalty."""
 
-    checkpoint: str | None = None  # default: the actor's own start
+    # hydra: a frozen copy of the layers that train, on the policy's own trunk; needs model.trained_layers
+    kind: Literal["separate", "hydra"] = "separate"
+    checkpoint: PathName | None = None  # default: the actor's own start
     on_host: bool = False  # weights in host memory, on the device only while they are needed
+
+    def __post_init__(self):
+        if self.kind == "hydra" and self.checkpoint is not None:
+            raise ValueError("checkpoint: a hydra reference is the policy's own start; remove checkpoint or kind")
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class PTXConfig:
     """Pretraining text whose loss is added to the policy's (PPO-ptx)."""
 
     data: SFTDataConfig
-    coef: float = 1.0
+    coef: float = 1.0  # of its loss, the mean over its counted tokens
     batch_size: int = 64  # rows an update
 
     def __post_init__(self):
@@ -80,10 +96,10 @@ class PTXConfig:
 class OnlineTrainingConfig(MicroBatchConfig):
     """Sizes and lengths. A step samples and learns from one batch of responses (detail P7)."""
 
-    steps: int = 100
+    steps: int = 100  # of the whole run
     batch_size: int = 512  # responses a step
     minibatches: int = 1  # updates an epoch
-    epochs: int = 4
+    epochs: int = 4  # passes over the responses of a step
 
     def __post_init__(self):
         super().__post_init__()
@@ -102,6 +118,7 @@ class OnlineRunConfig(RunConfig):
     """One section for each thing it configures; `preset` sets keys that the file leaves out. model.checkpoint: the
     SFT model. `run_config` adds the algorithm's own section, and critic where it has one."""
 
+    samples = True
     algorithm: ClassVar[str]  # the name of its section
     prompts: PromptsConfig
     scoring: ScoringConfig
@@ -111,10 +128,12 @@ class OnlineRunConfig(RunConfig):
     ptx: PTXConfig | None = None
     evaluation: EvaluationConfig | None = None
     average: float | None = None  # decay per update of an averaged (EMA) actor, saved beside the actor as `average`
+    # of a mixture of experts: log-probs and updates of the actor use the experts that its sampler used
+    replay_experts: bool = True
     training: OnlineTrainingConfig = field(default_factory=OnlineTrainingConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # to 0 (detail G5)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="linear"))  # detail G5
 
     @property
     def longest_row(self) -> int:
@@ -129,7 +148,7 @@ class OnlineRunConfig(RunConfig):
         return made if self.average is None else averaged(made, self.average)
 
     @property
-    def critic_kind(self) -> Literal["separate", "shared"] | None:
+    def critic_kind(self) -> Literal["separate", "shared", "adapters"] | None:
         """None: the algorithm has no critic."""
         return self.critic.kind if ALGORITHMS[self.algorithm].critic else None
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import yaml
 
-from megarlhf import checkpoint, config
+from megarlhf import checkpoint, config, console
 from megarlhf.checkpoint import steps
-from megarlhf.config import UserError
+from megarlhf.config import PathName, UserError
 from megarlhf.data.outputs import write_text
 from megarlhf.train import dpo, generate, score, scoring, select, sft
 from megarlhf.train.settings import flat
@@ -49,8 +49,8 @@ class RoundsConfig:
     """A chain. The sections from `generate` on are configurations of these programs; their models, files and seeds come
     from the chain. `select` has no ranks; give one of `sft` and `dpo`."""
 
-    run: str  # directory of the chain: round_1/, round_2/, ...
-    model: str  # the first policy: a run, a checkpoint or a model directory
+    run: PathName  # directory of the chain: round_1/, round_2/, ...
+    model: PathName  # the first policy: a run, a checkpoint or a model directory
     rounds: int = 3
     reference: Literal["previous", "first"] = "previous"  # dpo: of a round, the policy of the round before or `model`
     seed: int = 0  # of round 1; each later round has the next one, so that it samples with other noise
@@ -82,7 +82,7 @@ class RoundsConfig:
             )
 
         sampler, prompts = (self.generate.get(name) or {} for name in ("sampler", "prompts"))
-        if not sampler.get("stop_at_eos"):
+        if not sampler.get("stop_at_eos", True):
             raise ValueError(
                 "generate: sampler.stop_at_eos must be true: otherwise nobody knows which responses were cut, and the "
                 "policy learns to end where they were"
@@ -169,6 +169,9 @@ def stages(settings: RoundsConfig, path: str | None) -> list[Stage]:
     return found
 
 
+configurations = (RoundsConfig,)
+
+
 def main(path: str | None, overrides: list[str]) -> None:
     settings = config.load(RoundsConfig, path, overrides)
     chain = stages(settings, path)
@@ -201,7 +204,7 @@ def check_first(sampling: Stage, scored: Stage) -> None:
         rewards.scoring, plan.tokenizer, rewards.parallel, vocab_size=plan.tokenizer.vocab_size,
         prompt_length=draw.prompts.length, response_length=draw.sampler.response_length,
     )  # fmt: skip
-    check = scoring.record_check(rewards.scoring)
+    check = scoring.RecordCheck(rewards.scoring)
     for row in range(len(plan.prompts)):
         try:
             check(plan.prompts.records([row])[0])
@@ -247,7 +250,7 @@ def check_unchanged(stage: Stage) -> None:
 def start(stage: Stage, launch: list[str]) -> None:
     """Run a stage, here if it has no ranks. SystemExit with its status if it fails."""
     if stage.program == "select":
-        print(select.select(config.load(select.SelectConfig, stage.file)), flush=True)
+        console.say(select.select(config.load(select.SelectConfig, stage.file)))
         return
     command = [*(launch or [sys.executable]), "-m", "megarlhf", stage.program, "--config", str(stage.file)]
     try:
@@ -267,7 +270,7 @@ def start(stage: Stage, launch: list[str]) -> None:
 
 
 def say(text: str) -> None:
-    print(f"megarlhf rounds: {text}", file=sys.stderr, flush=True)
+    console.say(f"megarlhf rounds: {text}")
 
 
 def _joined(given: dict[str, Any], wired: dict[str, Any], where: str) -> dict[str, Any]:

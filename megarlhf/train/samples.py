@@ -1,16 +1,17 @@
-"""Records of sampled responses: samples.jsonl, TensorBoard and W&B."""
+"""Records of sampled responses and of the scores of a whole batch: samples.jsonl, scores.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megarlhf.algorithms.kl import kl_estimate
 from megarlhf.batch import Batch, Rollout, Scores
+from megarlhf.cluster.parallel import Topology
 from megarlhf.experience.scorer import Scorer
 from megarlhf.experience.sources import Record
 from megarlhf.experience.texts import texts
@@ -23,6 +24,20 @@ def record_samples(batch: Batch, scorer: Scorer, prompt_key: str, count: int, st
     """The first `count` responses of this rank's rows, on the rank that logs."""
     if log.enabled:
         log.table("samples", sample_rows(batch, scorer, prompt_key, count), step)
+
+
+def record_scores(scores: Scores, names: Sequence[str], topology: Topology, step: int, log: Log) -> None:
+    """The scores of the global batch, for their distribution: in total and, of several sources, what each said.
+    Collective over data-parallel ranks."""
+    from megarlhf.experience.rollout import gather
+
+    whole = gather(scores, topology)
+    columns = {"score": whole.total.tolist()}
+    if len(names) > 1:
+        said = whole.by_source.T.tolist()
+        columns |= {f"scores/{name}": values for name, values in zip(names, said, strict=True)}
+    for name, values in columns.items():
+        log.distribution(f"samples/{name}", values, step)
 
 
 def sample_rows(batch: Batch, scorer: Scorer, prompt_key: str, count: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ in the order of the file."""
 from __future__ import annotations
 
 import math
-import sys
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from megarlhf import config
+from megarlhf import config, console
 from megarlhf.cluster import backend, watchdog
 from megarlhf.cluster.parallel import Topology
-from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records
+from megarlhf.config import PathName, UserError
+from megarlhf.data.cache import Cache
+from megarlhf.data.files import real_paths
+from megarlhf.data.jsonl import read_all
 from megarlhf.data.outputs import check_out, write
 from megarlhf.data.responses import Reading, Responses, load_responses
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
@@ -37,10 +38,10 @@ from megarlhf.train.settings import MICRO_BATCH_TOKENS, RanksConfig
 class ScoreConfig(RanksConfig):
     """What is scored, and with what."""
 
-    input: str  # JSONL, a response a line: the output of `megarlhf generate`, or {"prompt": ..., "response": ...}
-    out: str  # JSONL, the same lines with `score`, and with `scores` of several sources; written once, at the end
+    input: PathName  # a response a line: the output of `megarlhf generate`, or {"prompt": ..., "response": ...}
+    out: PathName  # JSONL, the same lines with `score`, and with `scores` of several sources; written once, at the end
     scoring: ScoringConfig
-    tokenizer: str | None = None  # the policy's; default: the one that came with the first reward model
+    tokenizer: PathName | None = None  # the policy's; default: the one that came with the first reward model
     dtype: Literal["bf16", "fp32"] = "bf16"
     batch_size: int = 512  # responses that are scored at once by all data-parallel ranks
     micro_batch_tokens: int = MICRO_BATCH_TOKENS  # of a reward model's forward pass
@@ -50,6 +51,7 @@ class ScoreConfig(RanksConfig):
     chat: bool = False  # a prompt that is a text is a user's message, a response an assistant's, in the chat template
     prompt_key: str = "prompt"
     response_key: str = "response"
+    data_cache: PathName | None = None  # directory of tokenized data, made by all ranks together; default: in memory
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,7 +80,7 @@ class Plan:
 
 def check(settings: ScoreConfig, world_size: int) -> Plan:
     """Refuse (UserError) a configuration that cannot work, on every rank alike, before anything is allocated."""
-    check_out(settings.out, [settings.input], "responses")
+    check_out(settings.out, real_paths(settings.input), "responses")
     data_size = settings.parallel.data(world_size)
     if settings.batch_size % data_size:
         raise UserError(
@@ -99,7 +101,8 @@ def check(settings: ScoreConfig, world_size: int) -> Plan:
         tokenizer,
         settings.reading,
         keep_records=len(models) < len(settings.scoring.sources),
-        check_record=scoring.record_check(settings.scoring),
+        check_record=scoring.RecordCheck(settings.scoring),
+        cache=None if settings.data_cache is None else Cache(settings.data_cache),
     )
     longest, response = responses.longest
     notes = scoring.check_sources(
@@ -121,30 +124,35 @@ def check(settings: ScoreConfig, world_size: int) -> Plan:
 
 def score(settings: ScoreConfig, plan: Plan, topology: Topology) -> None:
     """Load, score, write. Collective."""
+    from megarlhf.models.build import DTYPES  # megatron is imported by now
+
     watchdog.phase("load")
     if topology.rank == 0:
-        for note in plan.notes:
-            print(f"  {note}", file=sys.stderr)
+        for note in (*plan.notes, *backend.remarks(DTYPES[settings.dtype], "dtype")):
+            console.say(f"  {note}")
     scorer = scoring.build_scorer(
         settings.scoring, topology, plan.tokenizer, micro_batch_tokens=settings.micro_batch_tokens,
         dtype=settings.dtype, records=plan.responses.records,
     )  # fmt: skip
-    numbers = scores_of(plan.responses, scorer, topology, settings.batch_size, settings.input)
+    numbers = scores_of(plan.responses, scorer, topology, settings.batch_size)
     if topology.rank == 0:
         write(Path(settings.out), scored_lines(settings.input, numbers, scorer.names))
         mean, std = numbers[:, 0].mean(), numbers[:, 0].std()
-        print(f"{settings.out}: {len(numbers)} responses, score {mean:.4g} on average, standard deviation {std:.4g}")
+        spread = f"score {mean:.4g} on average, standard deviation {std:.4g}"
+        console.say(
+            f"{settings.out}: {len(numbers)} responses, {spread}\n"
+            f"  next: megarlhf select --input {shlex.quote(settings.out)} --out data.jsonl --kind best"
+        )
 
 
-def scores_of(responses: Responses, scorer: Scorer, topology: Topology, batch_size: int, path: str) -> np.ndarray:
+def scores_of(responses: Responses, scorer: Scorer, topology: Topology, batch_size: int) -> np.ndarray:
     """(M, 1 + K) float64: the score of each response and what each source gave it, on every rank. Collective.
 
     A batch is a function of the file alone, so the layout changes nothing. Raises UserError, on every rank alike, as
     `Scorer.score` does, and for a score that is not finite.
     """
     count, parts = len(responses), []
-    bar = tqdm(total=count, unit="responses", disable=topology.rank != 0)
-    with bar:
+    with console.Progress(count, "responses", enabled=topology.rank == 0) as progress:
         for start in range(0, count, batch_size):
             watchdog.phase("score", start + 1)
             here = min(batch_size, count - start)
@@ -158,17 +166,17 @@ def scores_of(responses: Responses, scorer: Scorer, topology: Topology, batch_si
             found = torch.cat(ranks)[:here].cpu().numpy()
             for row in np.flatnonzero(~np.isfinite(found[:, 0]))[:1]:
                 raise UserError(
-                    f"{path}:{responses.lines[start + row]}: the score of this response is {found[row, 0]}; look at "
+                    f"{responses.places[start + row]}: the score of this response is {found[row, 0]}; look at "
                     "the reward model's checkpoint and at this line"
                 )
             parts.append(found)
-            bar.update(here)
+            progress.add(here)
     return np.concatenate(parts)
 
 
 def scored_lines(path: str, numbers: np.ndarray, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The file's lines with their scores; JSON has no NaN, so a source's number that is not finite is null."""
-    lines = Records(path, max_bad_fraction=None).read(lambda row: row)
+    lines = read_all(path, lambda row: row)
     for (_, row), (total, *said) in zip(lines, numbers.tolist(), strict=True):
         row["score"] = total
         row.pop("scores", None)

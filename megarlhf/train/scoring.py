@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megarlhf import checkpoint
 from megarlhf import config as configuration
 from megarlhf.cluster.parallel import ParallelConfig, Topology
 from megarlhf.config import UserError
 from megarlhf.data.steps import check_separator
 from megarlhf.data.tokenizer import Tokenizer, check_same, token_id
-from megarlhf.experience import sandbox
+from megarlhf.experience import sandbox, verifiers
 from megarlhf.experience.answers import PATTERN_SECONDS
 from megarlhf.experience.scorer import Scorer, ScoringConfig, SourceConfig
 from megarlhf.experience.sources import PATIENCE, FunctionScorer, Record
 from megarlhf.experience.verifiers import Verifier
+from megarlhf.models import adapters
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.spec import Architecture, check_layout
 from megarlhf.train.settings import RUN_FILE
@@ -84,15 +87,18 @@ def trained_otherwise(source: SourceConfig) -> list[str]:
     ]
 
 
-def record_check(config: ScoringConfig) -> Callable[[Record], None]:
-    """A function that raises ValueError for a record without what a verifier compares with."""
-    verifiers = [Verifier(source) for source in config.sources if source.verify is not None]
+class RecordCheck:
+    """Raises ValueError for a record without what a verifier compares with."""
 
-    def check(record: Record) -> None:
-        for verifier in verifiers:
+    def __init__(self, config: ScoringConfig):
+        self._verifiers = [Verifier(source) for source in config.sources if source.verify is not None]
+        code = Path(verifiers.__file__).read_bytes() if self._verifiers else b""
+        settings = [configuration.dump(verifier.config) for verifier in self._verifiers]
+        self.key = hashlib.sha256("\n".join(settings).encode() + code).hexdigest()
+
+    def __call__(self, record: Record) -> None:
+        for verifier in self._verifiers:
             verifier.check(record)
-
-    return check
 
 
 def check_patience(config: ScoringConfig, rows: int, hang_minutes: float) -> None:
@@ -113,6 +119,11 @@ def check_patience(config: ScoringConfig, rows: int, hang_minutes: float) -> Non
         )
 
 
+def most_rows(config: ScoringConfig, hang_minutes: float) -> int:
+    """Responses that verifiers judge on this rank in less time than the watchdog gives a phase, whatever they take."""
+    return bisect.bisect_left(range(2**20), 60 * hang_minutes, key=lambda rows: longest_judging(config, rows)) - 1
+
+
 def longest_judging(config: ScoringConfig, rows: int) -> float:
     """Seconds for `rows` responses if each takes all the time that verifiers allow."""
     seconds = 0.0
@@ -129,16 +140,18 @@ def check_reward_model(
 ) -> str | None:
     """Refuse (UserError) a reward model that cannot read rows of `length` ids that a policy with this tokenizer and
     vocabulary sampled. Returns a note if something could not be checked."""
-    architecture = Architecture.load(find_model(path, "reward"))
+    directory = find_model(path, "reward")
+    adapters.check(directory)
+    architecture = Architecture.load(directory)
     check_layout(architecture, parallel)
     if architecture.vocab_size < vocab_size:
         raise UserError(
             f"{path}: the reward model's vocabulary has {architecture.vocab_size} entries, the policy's {vocab_size}; "
             "use a reward model trained from the same base model"
         )
-    if length > architecture.max_position_embeddings:
+    if length > architecture.longest_row:
         raise UserError(
-            f"{path}: the reward model has {architecture.max_position_embeddings} positions, but prompts and responses "
+            f"{path}: the reward model has {architecture.longest_row} positions, but prompts and responses "
             f"need {length}; shorten one of them"
         )
     return check_same(tokenizer, path, find_tokenizer(path), "reward model")
@@ -155,20 +168,25 @@ def build_scorer(
 ) -> Scorer:
     """The Scorer of a checked configuration, its reward models loaded in the policy's layout. `records`: of prompt ids
     (`PromptSet.records`). Collective."""
-    load = partial(load_reward_model, topology=topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype)
+    load = partial(
+        load_reward_model, topology=topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype,
+        on_host=config.on_host,
+    )  # fmt: skip
     return Scorer(config, topology, tokenizer, load_model=load, records=records)
 
 
 def load_reward_model(
-    path: str, *, topology: Topology, micro_batch_tokens: int, dtype: Literal["fp32", "bf16"]
+    path: str,
+    *,
+    topology: Topology,
+    micro_batch_tokens: int,
+    dtype: Literal["fp32", "bf16"],
+    on_host: bool = False,
 ) -> Engine:
     """The reward model of a run, checkpoint or model directory, for scoring alone. Collective."""
-    from megarlhf.models.build import build
-
-    directory = find_model(path, "reward")
-    architecture = Architecture.load(directory)
-    engine = build(
-        "reward", architecture, topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype, awaits_checkpoint=True
+    engine = adapters.built(
+        "reward", find_model(path, "reward"), topology, micro_batch_tokens=micro_batch_tokens, dtype=dtype
     )
-    checkpoint.load(engine, directory, weights_only=True)
+    if on_host:
+        engine.keep_on_host("weights")
     return engine

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf import config
-from megarlhf.config import UserError
-from megarlhf.data.jsonl import Records, string
+from megarlhf.config import PathName, UserError
+from megarlhf.data.files import real_paths
+from megarlhf.data.jsonl import read_all, string
 from megarlhf.data.outputs import check_out, write
 
 Line = dict[str, Any]
@@ -50,11 +51,11 @@ _KINDS = {  # key: the kinds that read it
 class SelectConfig:
     """What is selected. Each key below `kind` is for some kinds alone."""
 
-    input: str  # JSONL: the output of `megarlhf score`; with kind ask, prompts
-    out: str  # JSONL; written once, at the end
-    # best: {"prompt", "response"}, the best response to each prompt
-    # pairs: {"prompt", "chosen", "rejected"}, the best and the worst one
-    # conditional: {"prompt", "response"}, every response, with its score in the prompt
+    input: PathName  # JSONL: the output of `megarlhf score`; with kind ask, prompts
+    out: PathName  # JSONL; written once, at the end
+    # best: {"prompt", "response"}, the best response to each prompt;
+    # pairs: {"prompt", "chosen", "rejected"}, the best and the worst one;
+    # conditional: {"prompt", "response"}, every response, with its score in the prompt;
     # ask: the lines of a file of prompts, with a given score in the prompt
     kind: Literal["best", "pairs", "conditional", "ask"]
     prompt_key: str = "prompt"
@@ -120,6 +121,9 @@ class SelectConfig:
         return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: a rounded -0.04 must not be "-0.0"
 
 
+configurations = (SelectConfig,)
+
+
 def main(path: str | None, overrides: list[str]) -> None:
     print(select(config.load(SelectConfig, path, overrides)))
 
@@ -127,7 +131,7 @@ def main(path: str | None, overrides: list[str]) -> None:
 def select(settings: SelectConfig) -> str:
     """Write `out`. Returns one line on what was kept and dropped. Raises UserError (file:line) for a malformed line, a
     score that is missing or not finite, and if nothing is left."""
-    check_out(settings.out, [settings.input], "prompts" if settings.kind == "ask" else "scored responses")
+    check_out(settings.out, real_paths(settings.input), "prompts" if settings.kind == "ask" else "scored responses")
     kinds = {"best": _best, "pairs": _pairs, "conditional": _conditional, "ask": _ask}
     dropped: Counter[str] = Counter()
     lines, summary = kinds[settings.kind](settings, dropped)
@@ -327,7 +331,7 @@ def _mean(column: array) -> float:
 
 
 def _read(path: str, convert: Callable[[Line], Any]) -> Iterator[tuple[int, Any]]:
-    return Records(path, max_bad_fraction=None).read(convert)
+    return read_all(path, convert)
 
 
 def _group_id(row: Line, key: str) -> int | str:

@@ -8,15 +8,14 @@ import json
 import math
 import re
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarlhf import config
+from megarlhf import config, console
 from megarlhf.cluster import launch
 from megarlhf.cluster.parallel import ParallelConfig
-from megarlhf.config import UserError
+from megarlhf.config import PathName, UserError
 from megarlhf.experience.sources import PROTOCOL, Answer, FunctionScorer, Record
 from megarlhf.train import http_server
 from megarlhf.train.settings import MicroBatchConfig
@@ -37,12 +36,12 @@ class ServeRewardConfig(MicroBatchConfig):
     There is no encryption and no password: listen on addresses that only the cluster reaches.
     """
 
-    checkpoint: str | None = None  # a reward model: a run, a checkpoint or a model directory
-    function: str | None = None  # module:function or path/to/file.py:function
+    checkpoint: PathName | None = None  # a reward model: a run, a checkpoint or a model directory
+    function: PathName | None = None  # module:function or path/to/file.py:function
     host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: all of this machine's addresses
     port: int = 8000  # 0: any free one
     max_request_mb: int = 8  # MiB of a request; larger ones are refused (413)
-    tokenizer: str | None = None  # default: the one that came with the checkpoint
+    tokenizer: PathName | None = None  # default: the one that came with the checkpoint
     dtype: Literal["bf16", "fp32"] = "bf16"
     max_length: int = 1024  # tokens; longer texts are refused
     add_bos: bool = True  # these two as when the reward model was trained
@@ -72,6 +71,9 @@ class TooLargeError(RefusedError):
 Score = Callable[[list[str], list[str], list[Record] | None], list[Answer]]
 
 
+configurations = (ServeRewardConfig,)
+
+
 def main(path: str, overrides: list[str]) -> None:
     settings = config.load(ServeRewardConfig, path, overrides)
     score = FunctionScorer(settings.function) if settings.function is not None else model_scorer(settings)
@@ -83,7 +85,7 @@ def main(path: str, overrides: list[str]) -> None:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"port: cannot listen on {settings.host}:{settings.port} ({reason}); use another")
     host, port = listener.getsockname()[:2]
-    print(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+    console.say(f"  serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
     health = {"status": "ok", "serves": name, "protocol": PROTOCOL}
     requests = AnsweredRequests(score, needs_records=isinstance(score, FunctionScorer) and score.needs_records)
     server = http_server.Server(health, requests, max_body=settings.max_request_mb * 2**20)
@@ -99,6 +101,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
     from megarlhf.cluster import backend, parallel
     from megarlhf.data.conversations import continuation
     from megarlhf.data.tokenizer import check_vocabulary, load_tokenizer
+    from megarlhf.models import adapters
     from megarlhf.models.locate import find_model, find_tokenizer
     from megarlhf.models.spec import Architecture, check_length
     from megarlhf.train import scoring
@@ -108,7 +111,9 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
         raise UserError(
             f"serve-reward runs in one process, not in {rendezvous.world_size}; start it without a launcher"
         )
-    architecture = Architecture.load(find_model(settings.checkpoint, "reward"))
+    directory = find_model(settings.checkpoint, "reward")
+    adapters.check(directory)
+    architecture = Architecture.load(directory)
     tokenizer_path = settings.tokenizer or find_tokenizer(settings.checkpoint)
     if tokenizer_path is None:
         raise UserError("tokenizer: the reward model comes without one; give a directory or a .model file")
@@ -118,7 +123,7 @@ def model_scorer(settings: ServeRewardConfig) -> Score:
         check_length(architecture, settings.max_length, "max_length")
     tokens, notes = settings.budget(settings.max_length, section="")
     for note in notes:
-        print(f"  {note}", file=sys.stderr)
+        console.say(f"  {note}")
     backend.install()
     backend.join(rendezvous, backend.open_store(rendezvous))
     engine = scoring.load_reward_model(
@@ -171,7 +176,7 @@ class AnsweredRequests:
             return 413 if isinstance(error, TooLargeError) else 400, {"error": str(error)}
         except Exception as error:
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            print(f"  {message}", file=sys.stderr, flush=True)
+            console.say(f"  {message}")
             return 500, {"error": message}
 
     def _answer(

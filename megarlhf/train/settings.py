@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -13,15 +13,17 @@ from megarlhf import config as configuration
 from megarlhf.checkpoint import CheckpointConfig
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.cluster.slurm import JobConfig
-from megarlhf.config import UserError
-from megarlhf.models.spec import ModelConfig
+from megarlhf.config import PathName, UserError
+from megarlhf.models.model_config import ModelConfig
 from megarlhf.optim import OptimizerConfig
+from megarlhf.trackers import MLflow, WandB
 
 RUN_FILE = "run.yaml"
 # Changing these does not change a run's numbers (beyond rounding), so a resumed run does not report such changes.
 _LAYOUT = (
-    "parallel.", "checkpoint.", "log.", "training.micro_batch_tokens", "training.micro_batch_size", "training.steps",
-    "run",
+    "parallel.", "checkpoint.", "log.", "data_cache", "training.micro_batch_tokens", "training.micro_batch_size",
+    "training.steps", "run", "reference.kind", "reference.on_host", "critic.on_host", "scoring.on_host",
+    "optimizer.state_on_host", "critic.optimizer.state_on_host",
 )  # fmt: skip
 MICRO_BATCH_TOKENS = 8192  # where the configuration does not say
 
@@ -58,7 +60,7 @@ class TrainingConfig(MicroBatchConfig):
     """Sizes and lengths. A step is one optimizer update on one global batch."""
 
     global_batch_size: int = 64  # rows
-    epochs: float = 1.0
+    epochs: float = 1.0  # passes over the data
     steps: int | None = None  # instead of epochs
     evaluate_every: int = 100  # steps; also before the first and after the last
 
@@ -91,12 +93,27 @@ class LogConfig:
     every: int = 1  # steps between records
     samples: int = 8  # responses recorded, in programs that sample
     samples_every: int = 10  # steps between these
+    profile: tuple[int, int] | None = None  # [N, M]: torch's profiler records steps N to M into RUN/profile
+    memory_snapshot: bool = False  # write the allocations before a GPU's memory ran out into RUN/memory
     wandb: str | None = None  # project name; needs `pip install wandb`
+    wandb_entity: str | None = None  # team or account; default: the account's own
+    mlflow: str | None = None  # experiment; needs `pip install mlflow-skinny`; the server is MLFLOW_TRACKING_URI
+    name: str | None = None  # of the run in W&B and MLflow; default: the run directory's
+    tags: tuple[str, ...] = ()  # of the run in W&B and MLflow
 
     def __post_init__(self):
+        if self.profile is not None and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1]):
+            raise ValueError(f"profile: must be [N, M], the first and the last step, not {list(self.profile)}")
         for name in ("every", "samples", "samples_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def trackers(self) -> tuple[WandB | MLflow, ...]:
+        """The services that get the numbers."""
+        wandb = WandB(self.wandb, self.wandb_entity, self.name, self.tags) if self.wandb else None
+        mlflow = MLflow(self.mlflow, self.name, self.tags) if self.mlflow else None
+        return tuple(filter(None, (wandb, mlflow)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +132,16 @@ class RanksConfig:
 class RunConfig(RanksConfig, abc.ABC):
     """The sections of every program that trains."""
 
-    run: str  # directory of this run: checkpoints, metrics, samples, the resolved configuration
+    samples: ClassVar[bool] = False  # the program learns from its own samples
+    run: PathName  # directory of this run: checkpoints, metrics, samples, the resolved configuration
     model: ModelConfig
-    tokenizer: str | None = None  # default: the one that came with model.checkpoint
+    tokenizer: PathName | None = None  # default: the one that came with model.checkpoint
     # a Jinja template, as text or as the name of a file; default: the tokenizer's. Beside the tokenizer, because all
     # data of a program use it and the checkpoints save the two together.
     chat_template: str | None = None
+    # directory of tokenized data, made by all ranks together and reused by later starts; all nodes must see it, and
+    # runs may share it; default: data in the run directory
+    data_cache: PathName | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -148,18 +169,23 @@ class OfflineRunConfig(RunConfig):
 
 def changes(config: RunConfig, step_directory: Path) -> list[str]:
     """Differences between the configuration of a checkpoint and the present one, which a resumed run reports."""
-    path = step_directory / RUN_FILE
-    try:
-        before = flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or "not text"
-        raise UserError(f"{path}: damaged ({reason}); resume from another step directory")
+    before = values(step_directory)
     now = flat(configuration.to_dict(config))
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not key.startswith(_LAYOUT)
     ]
+
+
+def values(step_directory: Path) -> dict[str, Any]:
+    """{"section.key": value} of the configuration in a step directory, {} if it has none. Raises UserError."""
+    path = step_directory / RUN_FILE
+    try:
+        return flat(yaml.safe_load(path.read_text())) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or "not text"
+        raise UserError(f"{path}: damaged ({reason}); resume from another step directory")
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

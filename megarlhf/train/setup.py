@@ -5,28 +5,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from megarlhf import checkpoint, config, records
+from megarlhf import checkpoint, config, console, records, trackers
 from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
 from megarlhf.cluster import backend, job_checks, lease, parallel, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.cluster.parallel import Topology
 from megarlhf.config import UserError
-from megarlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from megarlhf.log import Log, check_wandb
+from megarlhf.data.cache import Cache
+from megarlhf.data.tokenizer import Tokenizer, check_same, check_vocabulary, load_tokenizer
+from megarlhf.log import Log
+from megarlhf.models import adapters, mixture
+from megarlhf.models.adapters import Adapters
 from megarlhf.models.locate import find_model, find_tokenizer
-from megarlhf.models.spec import Architecture, ModelConfig, check_layout, check_length
-from megarlhf.train import memory
-from megarlhf.train.settings import RUN_FILE, OfflineRunConfig, RanksConfig, RunConfig, changes
+from megarlhf.models.model_config import ModelConfig
+from megarlhf.models.spec import Architecture, check_layout, check_length
+from megarlhf.train import exporting, going_back, same_data
+from megarlhf.train.settings import RUN_FILE, RanksConfig, RunConfig, changes, values
+
+if TYPE_CHECKING:
+    from megarlhf.engine import Engine
 
 P = TypeVar("P", bound="Plan")
 
@@ -39,6 +45,7 @@ class Start:
     tokenizer: Tokenizer
     source: Path | None  # model directory with the initial weights; None: random ones
     resume_from: Path | None  # step directory of the run to resume
+    cache: Cache  # of the tokenized data
     notes: tuple[str, ...] = ()
 
 
@@ -65,18 +72,29 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
     if model.checkpoint is not None:
         source = find_model(model.checkpoint)
         checksums.verify_directory(source, small=True)
+        adapters.check(source)
         architecture = Architecture.load(source)
+        if model.lora is not None and model.lora.checkpoint is not None:
+            adapters.check_given(find_model(model.lora.checkpoint, role), model.lora, source)
         tokenizer_path = settings.tokenizer or find_tokenizer(model.checkpoint)
     else:
         source, architecture, tokenizer_path = None, model.architecture, settings.tokenizer
     if tokenizer_path is None:
         raise UserError("tokenizer: the model comes without one; give a Hugging Face directory or a .model file")
     check_layout(architecture, settings.parallel)
+    mixture.check_model(architecture, model, settings.parallel, rl=settings.samples)
+    if model.lora is not None:
+        adapters.check_targets(model.lora, architecture)
+        if model.lora.quantization == "nf4":
+            adapters.check_blocks(architecture, settings.parallel.tensor)
     check_length(architecture, length, key)
+    model.check_layers(architecture)
     tokenizer = load_tokenizer(tokenizer_path, settings.chat_template)
     check_vocabulary(tokenizer, architecture.vocab_size)
     check_writable(settings.run)
-    check_wandb(settings.log.wandb)
+    trackers.check(settings.log.trackers)
+    if settings.checkpoint.export_hf:
+        exporting.check(architecture, role)
     notes: list[str] = []
     checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
     resume_from = latest(settings)
@@ -88,10 +106,47 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
             raise UserError(
                 f"{resume_from}: holds another architecture than the configuration; give a new run directory"
             )
+        base = None
+        if model.lora is not None:
+            base = Adapters(str(source.resolve()), model.lora, checksums.weights_of(source))
+        adapters.check_resumed(base, resume_from / role)
         check_chat_template(tokenizer, resume_from)
+        check_trained_layers(settings, resume_from)
         notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
         notes += [f"changed since then: {change}" for change in changes(settings, resume_from)]
-    return Start(architecture, tokenizer, source, resume_from, tuple(notes))
+    cache = Cache(settings.data_cache or own_cache(settings))
+    return Start(architecture, tokenizer, source, resume_from, cache, tuple(notes))
+
+
+def own_cache(settings: RunConfig) -> Path:
+    """Where the tokenized data are without data_cache."""
+    return Path(settings.run) / "data"
+
+
+def check_lora_compared(settings: Any) -> None:
+    """Refuse (UserError) adapters with dropout where log-probs are compared with those of another pass, and a
+    reference on the host (`settings.reference`) that is the policy itself."""
+    if settings.model.lora is None:
+        return
+    if settings.model.lora.dropout:
+        raise UserError(
+            "model.lora.dropout: must be 0: it would make the policy's log-probs others than those it is compared with"
+        )
+    if settings.reference.on_host and settings.reference.checkpoint is None:
+        raise UserError(
+            "reference.on_host: with model.lora the reference is the policy without its adapters, which takes no "
+            "memory; remove the key"
+        )
+
+
+def find_fitting(start: Start, path: str, key: str, *, role: str, model: str) -> tuple[Path, str | None]:
+    """The model directory of `role` in `path`, and a note if something was not checked. `key`: what gives the path;
+    `model`: what it is, for messages. Refuses (UserError) another architecture or tokenizer than the start's."""
+    source = find_model(path, role)
+    adapters.check(source)
+    if Architecture.load(source) != start.architecture:
+        raise UserError(f"{key}: {path} has another architecture than model.checkpoint; give one of the same")
+    return source, check_same(start.tokenizer, f"{key}: {path}", find_tokenizer(path), model)
 
 
 def check_chat_template(tokenizer: Tokenizer, resume_from: Path) -> None:
@@ -106,14 +161,34 @@ def check_chat_template(tokenizer: Tokenizer, resume_from: Path) -> None:
         )
 
 
+def check_trained_layers(settings: RunConfig, resume_from: Path) -> None:
+    """Refuse (UserError) to train other layers than the run began with: the optimizer has the state of those."""
+    saved = values(resume_from)
+    before, now = saved.get("model.trained_layers"), settings.model.trained_layers
+    if saved and before != now:
+        raise UserError(
+            f"model.trained_layers: is {now or 'not set'}, and {resume_from} was saved with {before or 'all'}, whose "
+            "state its optimizer has; set that, or give a new run directory with this run as model.checkpoint"
+        )
+    usual, now = mixture.trains_router(mixture.ExpertsConfig(), rl=settings.samples), trains_router(settings)
+    before = usual if saved.get("model.experts.train_router") is None else saved["model.experts.train_router"]
+    if saved and before != now:
+        raise UserError(
+            f"model.experts.train_router: is {str(now).lower()}, and {resume_from} was saved with "
+            f"{str(before).lower()}: its optimizer has the state of other weights; set that, or give a new run "
+            "directory with this run as model.checkpoint"
+        )
+
+
 def latest(settings: RunConfig) -> Path | None:
     """The step directory to resume from; None for a new run. Refuses (UserError) a new run in a used directory."""
     run = Path(settings.run)
-    # a run that Slurm or torchrun restarts resumes from its own checkpoints
-    again = any(os.environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    again = going_back.restarted()
     if not settings.checkpoint.resume and not again:
         refuse_used(run)
         return None
+    if settings.checkpoint.step is not None and not going_back.done(run, settings.checkpoint.step):
+        return steps.given(run / "checkpoints", settings.checkpoint.step)
     found = Checkpoints(run, settings.checkpoint).latest()
     if found is None:
         refuse_without_checkpoints(run)
@@ -170,19 +245,6 @@ def existing(path: Path) -> Path:
     return path
 
 
-def check_memory(settings: OfflineRunConfig, architecture: Architecture, world_size: int, *, length: int) -> None:
-    """Refuse (UserError) sizes of the offline loop that no rank has memory for."""
-    training, data_size = settings.training, settings.parallel.data(world_size)
-    memory.check_sizes(
-        architecture,
-        settings.parallel,
-        dtype=settings.model.dtype,
-        rows=training.global_batch_size // data_size,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        length=length,
-    )
-
-
 def cluster(rendezvous: Rendezvous, settings: RanksConfig, directory: str | Path) -> Topology:
     """Run the checks of a job's start and make megatron's process groups; `directory` is one that all nodes share.
     Collective; imports megatron."""
@@ -208,17 +270,17 @@ def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: 
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # before models are built, but under the lease
         if not is_finished(settings, plan, topology):
-            run(settings, plan, topology)
+            run(going_back.applied(settings, plan.start.resume_from, topology), plan, topology)
 
 
 def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
     """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
     run directory, and the job before may have saved since. Collective. Raises UserError, on all ranks alike, if a rank
-    does not see that step directory."""
-    box = [latest(settings) if rendezvous.rank == 0 else None]
+    does not see that step directory, or has read other data than rank 0 or than the run that is resumed."""
+    box = [latest(settings), plan.start.cache.contents] if rendezvous.rank == 0 else [None, None]
     dist.broadcast_object_list(box, src=0)
-    (chosen,) = box
-    unseen = None
+    chosen, contents = box
+    unseen = same_data.differs(plan.start.cache, contents, f"rank {rendezvous.rank} on {rendezvous.node}")
     if chosen is not None:
         with contextlib.suppress(OSError):
             os.listdir(chosen.parent)  # makes a network file system refresh its cache
@@ -227,6 +289,7 @@ def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
                 f"rank {rendezvous.rank} on {rendezvous.node}: {chosen.absolute()}, from which rank 0 resumes, is not "
                 "there; mount the same file system on every node, or exclude this one"
             )
+        unseen = unseen or same_data.changed(plan.start.cache, chosen)
     raise_together(unseen)
     notes = plan.start.notes
     if chosen is not None and chosen != plan.start.resume_from:
@@ -246,15 +309,13 @@ def is_finished(settings: RunConfig, plan: Plan, topology: Topology) -> bool:
         return False
     if topology.rank == 0:
         for note in start.notes:
-            print(f"  {note}", file=sys.stderr)
+            console.say(f"  {note}")
         said = f"and the configuration asks for {total}", "training.steps (or training.epochs)"
         if done < total:
             said = f"then stopped, since {why}", "evaluation.patience"
-        print(
+        console.say(
             f"megarlhf: {settings.run} has done {done} steps, {said[0]}: nothing is left to do; its model is "
-            f"{start.resume_from}; for more steps raise {said[1]}, to train anew give another run directory",
-            file=sys.stderr,
-            flush=True,
+            f"{start.resume_from}; for more steps raise {said[1]}, to train anew give another run directory"
         )
     return True
 
@@ -268,36 +329,65 @@ def model_options(settings: RunConfig, *, trains: bool, total_steps: int) -> dic
         total_steps=total_steps,
         dropout=settings.model.dropout,
         recompute=settings.model.recompute,
+        trained_layers=settings.model.trained_layers if trains else None,
         seed=settings.seed,
         awaits_checkpoint=settings.model.checkpoint is not None,
+        adapters=settings.model.lora if trains else None,
+        router=replace(settings.model.experts, train_router=trains_router(settings)) if trains else None,
     )
 
 
-def loader_options(settings: OfflineRunConfig, start: Start, topology: Topology) -> dict[str, Any]:
-    """The arguments of the offline loaders, without the data set."""
-    return dict(
-        global_batch=settings.training.global_batch_size,
-        dp_rank=topology.data_rank,
-        dp_size=topology.data_size,
-        seed=settings.seed,
-        pad_id=start.tokenizer.pad_id,
-    )
+def trains_router(settings: RunConfig) -> bool:
+    """Whether the routers of a mixture of experts learn: in RL not, unless the configuration says so."""
+    return mixture.trains_router(settings.model.experts, rl=settings.samples)
 
 
-def files_writer(settings: RunConfig, start: Start, roles: tuple[str, ...], log: Log) -> Callable[[Path], None]:
-    """A function that adds files to a step directory before its final rename: the resolved configuration, tokenizer and
-    architectures, and the files with which a converted model is converted back (hf_*.json: tools/convert). It first
-    writes the lines of `log` to the disk."""
-    origin = start.source or (start.resume_from / roles[0] if start.resume_from else None)
+def load(
+    engine: Engine,
+    settings: RunConfig,
+    start: Start,
+    role: str,
+    *,
+    source: Path | None = None,
+    fresh: tuple[str, ...] = (),
+    started: Callable[[Engine], None] | None = None,
+) -> None:
+    """Load a model that this run trains: what it starts from, or its checkpoint if the run is resumed. A model with
+    adapters has both: checkpoints do not hold the base.
+
+    `role`: its name in checkpoints; `source`: the model directory that it starts from, default that of
+    model.checkpoint; `fresh`: names of new weights begin so; `started`: called with the model as it starts, also in a
+    resumed run. Collective. Raises UserError if the base is not that of the checkpoint.
+    """
+    source, resumed, lora = source or start.source, start.resume_from, settings.model.lora
+    if source is not None and (resumed is None or lora is not None or started is not None):
+        adapters.load(engine, source, fresh=fresh)
+        if lora is not None and lora.checkpoint is not None and role in ("actor", "reward"):
+            adapters.take(engine, find_model(lora.checkpoint, role))
+    if started is not None:
+        started(engine)
+    if resumed is not None:
+        adapters.check_resumed(engine.base, resumed / role)
+        checkpoint.load(engine, resumed / role, weights_only=False)
+
+
+def files_writer(settings: RunConfig, start: Start, models: dict[str, Engine], log: Log) -> Callable[[Path], None]:
+    """A function that adds files to a step directory before its final rename: the resolved configuration, tokenizer,
+    architectures and the bases of adapters, and the files with which a converted model is converted back (hf_*.json:
+    megarlhf/convert). It first writes the lines of `log` to the disk."""
+    origin = start.source or (start.resume_from / next(iter(models)) if start.resume_from else None)
     kept = {path.name: path.read_bytes() for path in origin.glob("hf_*.json")} if origin else {}
 
     def write(directory: Path) -> None:
         lease.verify()  # the save took a while
         log.sync()
         (directory / RUN_FILE).write_text(config.dump(settings))
+        same_data.save(start.cache, directory)
         start.tokenizer.save(directory / "tokenizer")
-        for role in roles:
+        for role, engine in models.items():
             start.architecture.save(directory / role)
+            if engine.base is not None:
+                engine.base.save(directory / role)
             for name, content in kept.items():
                 (directory / role / name).write_bytes(content)
 
@@ -324,7 +414,12 @@ def announce(settings: RunConfig, start: Start, topology: Topology, lines: dict[
         **backend.describe(DTYPES[settings.model.dtype]),
         **lines,
     }
+    if (lora := settings.model.lora) is not None:
+        banner["adapters"] = f"rank {lora.rank}, scale {lora.scale:.4g}, on {', '.join(lora.targets)}" + (
+            f", from {lora.checkpoint}" if lora.checkpoint else ""
+        )
     for name, value in banner.items():
-        print(f"  {name:<22} {value}", file=sys.stderr)
-    for note in (*settings.training.budget(settings.longest_row)[1], *notes, *start.notes):
-        print(f"  {note}", file=sys.stderr)
+        console.say(f"  {name:<22} {value}")
+    remarks = backend.remarks(DTYPES[settings.model.dtype], "model.dtype")
+    for note in (*settings.training.budget(settings.longest_row)[1], *notes, *start.notes, *remarks):
+        console.say(f"  {note}")

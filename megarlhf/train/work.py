@@ -33,8 +33,11 @@ class Work:
     bytes: float
 
 
-def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size: int) -> dict[str, Work]:
-    """{phase: Work} under the names of the loop's clock. The gate, which seldom runs, is not counted."""
+def online_step(
+    settings: OnlineRunConfig, architecture: Architecture, data_size: int, *, slots: int
+) -> dict[str, Work]:
+    """{phase: Work} under the names of the loop's clock. The gate, which seldom runs, is not counted. slots: of each
+    pipeline stage in sampling, as the sampler has chosen them."""
     training, response = settings.training, settings.sampler.response_length
     rows, prompt = training.batch_size, settings.prompts.length
     length = prompt + response
@@ -46,11 +49,11 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
     def micro_batches(rows: int) -> int:
         return data_size * -(-rows // data_size // fit)
 
-    separate = settings.critic_kind == "separate"
+    separate = settings.critic_kind in ("separate", "adapters")
 
     per_prompt = rows // settings.sampler.samples_per_prompt  # samples of a prompt share the pass of its first P - 1
     decoded = 2.0 * body * rows * response + _attention(architecture, rows * response, prompt + response / 2)
-    rounds = data_size * -(-rows // data_size // settings.sampler.slots)  # of full slots
+    rounds = data_size * -(-rows // data_size // slots)  # of full slots
     cache = 2 * architecture.num_layers * architecture.num_query_groups * architecture.kv_channels
     sample = Work(
         trunk(architecture, per_prompt, prompt - 1, 0) + decoded + words,
@@ -66,16 +69,25 @@ def online_step(settings: OnlineRunConfig, architecture: Architecture, data_size
         sum(trunk(judge, rows, length, response) for judge in judges),
         sum(size * micro_batches(rows) * layer_parameters(judge) * judge.num_layers for judge in judges),
     )
-    models = 3 if separate else 2  # policy, reference, critic
-    evaluate = Work(models * whole + 2 * words, size * micro_batches(rows) * (models * body + 2 * head))
+    layers = settings.model.trained_layers or architecture.num_layers
+    share = layers / architecture.num_layers  # of the body that trains
+    top = whole - (architecture.num_layers - layers) * layer(architecture, rows, length)
+    policies = 2 if separate else 1  # policy, critic
+    hydra = settings.reference.kind == "hydra"  # its trunk is the policy's
+    evaluate = Work(
+        policies * whole + (top if hydra else whole) + 2 * words,
+        size * micro_batches(rows) * ((policies + (share if hydra else 1)) * body + 2 * head),
+    )
 
-    trained = (2 * body + head) if separate else (body + head)
-    passes = 4 if settings.model.recompute == "full" else 3
-    policies = 2 if separate else 1
-    updates = training.epochs * training.minibatches
+    trained, frozen = policies * share * body + head, policies * (1 - share) * body
+    # A backward pass is two forward passes, and one where the weights are frozen; adapters are not counted.
+    backward = 2 if settings.model.lora is None else 1
+    passes = backward + (settings.model.recompute == "full")  # of the layers that train, after the forward pass of all
+    gradients, adam = (8, ADAM_BYTES) if settings.model.lora is None else (0, 0)
+    updates, counted = training.epochs * training.minibatches, micro_batches(rows // training.minibatches)
     learn = Work(
-        training.epochs * (policies * passes * whole + 3 * words),
-        updates * trained * (micro_batches(rows // training.minibatches) * (2 * size + 8) + ADAM_BYTES),
+        training.epochs * (policies * (whole + passes * top) + (1 + backward) * words),
+        updates * (trained * (counted * (2 * size + gradients) + adam) + frozen * counted * size),
     )
     return {"sample": sample, "score": score, "evaluate": evaluate, "learn": learn}
 
@@ -92,16 +104,25 @@ def trunk(architecture: Architecture, rows: float, length: int, read: int) -> fl
     return 2.0 * rows * matrices + attention
 
 
+def layer(architecture: Architecture, rows: float, length: int) -> float:
+    """FLOPs of a causal forward pass of one layer that computes all tokens."""
+    attention = _attention(architecture, rows * length, length / 2) / architecture.num_layers
+    return 2.0 * rows * length * layer_parameters(architecture) + attention
+
+
 def _qkv(architecture: Architecture) -> int:
     heads = architecture.num_attention_heads + 2 * architecture.num_query_groups
     return architecture.hidden_size * architecture.kv_channels * heads
 
 
 def layer_parameters(architecture: Architecture) -> int:
-    """Elements of the matrices of a layer."""
+    """Elements of the matrices of a layer that compute a token: in a mixture of experts, of its experts and router."""
     h, d = architecture.hidden_size, architecture.kv_channels
     attention = _qkv(architecture) + h * d * architecture.num_attention_heads
-    return attention + h * architecture.ffn_hidden_size * (3 if architecture.gated_mlp else 2)
+    shared = architecture.shared_expert_size or 0
+    inner = architecture.ffn_hidden_size * (architecture.experts_per_token or 1) + shared
+    router = h * (architecture.num_experts or 0)
+    return attention + router + h * inner * (3 if architecture.gated_mlp else 2)
 
 
 def _attention(architecture: Architecture, queries: float, keys: float) -> float:
@@ -113,7 +134,9 @@ def _head(architecture: Architecture) -> int:
     return architecture.hidden_size * architecture.vocab_size
 
 
-def save(work: dict[str, Work], matmul: float, path: Path) -> None:
-    """For `megarlhf report`; `matmul`: FLOP/s of all ranks together in large matrix products."""
+def save(work: dict[str, Work], matmul: float, predicted: dict[str, float], path: Path) -> None:
+    """For `megarlhf report`; `matmul`: FLOP/s of all ranks together in large matrix products; `predicted`: seconds of
+    phases of a step."""
     rows: dict[str, Any] = {"matmul": matmul, "phases": {name: asdict(phase) for name, phase in work.items()}}
+    rows["predicted"] = predicted
     records.replace(path, json.dumps(rows, indent=1) + "\n")

@@ -30,10 +30,10 @@ import torch
 import yaml
 
 from megarlhf.checkpoint import pickles
+from megarlhf.convert import convert, torch_dist
+from megarlhf.convert.__main__ import main as program
+from megarlhf.convert.certificate import FILE
 from tests.convert.models import save
-from tools.convert import convert, torch_dist
-from tools.convert.__main__ import main as program
-from tools.convert.certificate import FILE
 
 ODD = (None, True, 0, -1, 10**30, 1e308, "x", "", [], {}, [[]], [None], {"a": {}}, {"a": None}, "9" * 400, [1, "x"])
 SECONDS = 60  # for an answer, on a busy machine

@@ -2,12 +2,13 @@
 
     python -m tests.campaigns.kills --kills 50 --seed 0 --ranks 2,4 [--algorithm dapo]
 
-The runs are PPO's, or DAPO's, with dynamic sampling and an evaluation that keeps the best step. Each run is killed
+The runs are PPO's, also with everything in host memory and a hydra reference (offload), or DAPO's, with dynamic
+sampling and an evaluation that keeps the best step. Each run is killed
 several times (SIGKILL): one rank, or everything with the launcher; half of the runs save asynchronously. In the end
 every tensor of its last checkpoint must equal the straight run's bit for bit, metrics.jsonl (but for times),
-samples.jsonl and held_out.jsonl must have the same lines once each, and nothing may be left: no process, no lease, no
-directory of a save or of a removal. Moments are found from outside: by the time since the start, by the checkpoint
-directory, and by the marks of the reward function. Prints a line a kill; status 0 if all is well.
+samples.jsonl, scores.jsonl and held_out.jsonl must have the same lines once each, and nothing may be left: no process,
+no lease, no directory of a save or of a removal. Moments are found from outside: by the time since the start, by the
+checkpoint directory, and by the marks of the reward function. Prints a line a kill; status 0 if all is well.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ LAYOUTS = {2: ("parallel.tensor=2",), 4: ("parallel.pipeline=2",)}  # the rest i
 STEPS = 8
 END = 180.0  # seconds that a run may take to end by itself after one of its ranks was killed
 FINISH = 900.0  # seconds of an attempt, on a busy machine
-TIMED = ("time", "tokens_per_second")
+TIMED = ("time", "tokens_per_second", "cost/")
 ALGORITHMS = {
     "ppo": {"ppo": {"kl": {"controller": "adaptive", "horizon": 200}}},
+    "offload": {  # everything that can be kept in host memory, and a hydra reference
+        "ppo": {"kl": {"controller": "adaptive", "horizon": 200}},
+        "critic": {"head": "mlp", "on_host": True},
+        "reference": {"kind": "hydra", "on_host": True},
+        "scoring": {"on_host": True},
+        "gate": {"every": 1},
+    },
     "dapo": {
         "preset": "dapo",
         "reinforce": {"dynamic_rounds": 4, "shaping": {"overlong_buffer": 4}},
@@ -259,16 +267,18 @@ class Place:
         held_out = [json.dumps({"prompt": review.prompt}) + "\n" for review in reviews.reviews(7, seed=6)]
         (self.directory / "held_out.jsonl").write_text("".join(held_out))
         own = json.loads(json.dumps(ALGORITHMS[self.algorithm]).replace("{directory}", str(self.directory)))
+        judge = "dapo" if self.algorithm == "dapo" else "ppo"
         self.config = self.directory / f"{self.algorithm}.yaml"
         self.config.write_text(yaml.safe_dump(own | {
             "run": str(self.directory / "unused"),
-            "model": {"checkpoint": str(self.directory / "sft"), "dtype": "fp32"},
+            "model": {"checkpoint": str(self.directory / "sft"), "dtype": "fp32",
+                      **({"trained_layers": 1} if self.algorithm == "offload" else {})},
             "prompts": {"path": str(self.directory / "prompts.jsonl"), "length": 16},
             "sampler": {"response_length": 12, "micro_batch_size": 4, "stop_at_eos": True,
-                        "samples_per_prompt": 1 if self.algorithm == "ppo" else 4},
-            "scoring": {"sources": [{"function": f"{ROOT}/tests/campaigns/judge.py:{self.algorithm}"}]},
+                        "samples_per_prompt": 4 if self.algorithm == "dapo" else 1},
+            "scoring": {"sources": [{"function": f"{ROOT}/tests/campaigns/judge.py:{judge}"}]} | own.pop("scoring", {}),
             "training": {"steps": STEPS, "batch_size": 16, "minibatches": 2, "epochs": 2, "micro_batch_tokens": 112},
-            "optimizer": {"lr": 1e-3, "schedule": "linear"},
+            "optimizer": {"lr": 1e-3, "schedule": "linear", "state_on_host": self.algorithm == "offload"},
             "checkpoint": {"every": 1, "keep": 1},
             "log": {"samples": 2, "samples_every": 2},
             "job": {"hang_minutes": 10},
@@ -303,7 +313,7 @@ def differences(run: Path, straight: Path) -> list[str]:
     if records(run) != records(straight):
         steps = [[row["step"] for row in records(path)] for path in (run, straight)]
         found.append(f"metrics.jsonl differs (steps {steps[0]})" if steps[0] != steps[1] else "metrics.jsonl: values")
-    for name in ("samples.jsonl", "held_out.jsonl"):
+    for name in ("samples.jsonl", "held_out.jsonl", "scores.jsonl"):
         texts = [(path / name).read_text() if (path / name).exists() else None for path in (run, straight)]
         if texts[0] != texts[1]:
             found.append(f"{name} differs")

@@ -91,6 +91,7 @@ class World:
             },
             "generate": {
                 "checkpoint": str(run), "out": str(directory / "out.jsonl"), "prompts": prompts, "dtype": "fp32",
+                "sampler": {"response_length": 16},
             },
             "serve-reward": {"function": f"{directory}/rules.py:score"},
         }  # fmt: skip

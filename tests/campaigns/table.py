@@ -26,7 +26,7 @@ FORMATS: dict[str, tuple[bytes, str]] = {
     "a JSON array": (json.dumps([ROW] * 3).encode(), "JSON array"),
     "a JSON array, indented": (json.dumps([ROW] * 3, indent=1).encode(), "JSON array"),
     "objects over several lines": (json.dumps(ROW, indent=1).encode(), "over several lines"),
-    "gzip": (gzip.compress(json.dumps(ROW).encode()), "gunzip"),
+    "gzip": (gzip.compress(json.dumps(ROW).encode())[:-5], "damaged gzip"),
     "Parquet": (b"PAR1" + bytes(500), "Parquet"),
     "Arrow": (b"ARROW1\0\0" + bytes(500), "Arrow"),
     "zip": (b"PK\x03\x04" + bytes(500), "zip"),

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarlhf.convert import convert, torch_dist
+from megarlhf.convert.__main__ import main
 from tests.convert.models import save, tensors
 from tests.distributed.test_launch_mpi import FLAVOURS, find_mpirun, for_mpi4py, start
 from tests.ranks import ENVIRONMENT, ROOT
-from tools.convert import convert, torch_dist
-from tools.convert.__main__ import main
 
 GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
 SQUARE = "model.layers.0.self_attn.o_proj.weight"
@@ -108,7 +108,7 @@ def test_a_converter_that_loses_a_tensor_leaves_nothing(converted, tmp_path, mon
 
 
 def logits(source, target):
-    command = [sys.executable, "-m", "tools.convert", "verify", str(source), str(target), "--logits"]
+    command = [sys.executable, "-m", "megarlhf", "convert", "verify", str(source), str(target), "--logits"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
 
 
@@ -121,9 +121,9 @@ WRONG_TABLES = """
 import sys
 from pathlib import Path
 import torch
-from tools.convert import convert, logits
-from tools.convert.families import llama
-from tools.convert.mapping import GATE_UP, COPY, Pair
+from megarlhf.convert import convert, logits
+from megarlhf.convert.families import llama
+from megarlhf.convert.mapping import GATE_UP, COPY, Pair
 source, out = map(Path, sys.argv[1:])
 swapped = Pair(lambda tensors: GATE_UP.to_ours(tensors[::-1]), lambda tensor: GATE_UP.to_theirs(tensor)[::-1])
 turned = Pair(lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
@@ -157,7 +157,7 @@ def files(directory):
 def test_mpirun_writes_the_same_bytes(flavour, converted, tmp_path, monkeypatch):
     mpirun = find_mpirun(flavour) or pytest.skip(f"no mpirun of {flavour}")
     library = for_mpi4py(flavour, tmp_path)
-    code = "import sys, tools.convert.torch_dist as t; t.FILE_BYTES = 20_000; import tools.convert.__main__ as m"
+    code = "import sys, megarlhf.convert.torch_dist as t; t.FILE_BYTES = 20_000; import megarlhf.convert.__main__ as m"
     code += "; sys.exit(m.main())"
     program = (sys.executable, "-c", code)
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"

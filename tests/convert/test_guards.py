@@ -20,15 +20,15 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from megarlhf.convert import convert, torch_dist
+from megarlhf.convert.__main__ import main
+from megarlhf.convert.storage import Spec, completed
 from megarlhf.models.spec import Architecture
 from tests.campaigns import convert_faults
 from tests.campaigns.convert_faults import Originals, sparse
 from tests.convert.models import assert_same_tensors, tensors
 from tests.convert.test_faults import reconfigure, refused, reweigh
 from tests.ranks import ENVIRONMENT, ROOT
-from tools.convert import convert, torch_dist
-from tools.convert.__main__ import main
-from tools.convert.storage import Spec, completed
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def arguments(directory: Path, **changes) -> None:
 OTHER_NETWORKS = {
     "lm": {
         "position_embedding_type": ("none", "relative", "mrope", "learned_absolute "), "window_size": ((4, 0),),
-        "no_rope_freq": (4, [1, 0, 0]), "softmax_type": ("off-by-one", "learnable"), "num_experts": (8,),
+        "no_rope_freq": (4, [1, 0, 0]), "softmax_type": ("off-by-one", "learnable"),
         "apply_residual_connection_post_layernorm": (True,), "rotary_interleaved": (True,), "squared_relu": (True,),
         "multi_latent_attention": (True,), "qk_l2_norm": (True,), "softmax_scale": (0.5,), "quick_geglu": (True,),
         "attention_output_gate": (True,), "activation_func_clamp_value": (7.0,), "mtp_num_layers": (1,),
@@ -288,7 +288,7 @@ def endless(path: Path) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped(number, originals, tmp_path):
     source = endless(tmp_path / "a.nemo")
-    command = [sys.executable, "-m", "tools.convert", "nemo2megatron", str(source), str(tmp_path / "target")]
+    command = [sys.executable, "-m", "megarlhf", "convert", "nemo2megatron", str(source), str(tmp_path / "target")]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
     try:
         while not list(tmp_path.glob(".nemo-*/**/model_weights.ckpt")):
@@ -312,7 +312,7 @@ def test_stopped(number, originals, tmp_path):
 
 def test_signals_during_imports(originals):
     """torch is imported for seconds. nohup's children ignore SIGHUP and go on doing so."""
-    command = ["nohup", sys.executable, "-m", "tools.convert", "inspect", str(originals.hf)]
+    command = ["nohup", sys.executable, "-m", "megarlhf", "convert", "inspect", str(originals.hf)]
     streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, **streams)
     try:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarlhf.convert import convert, torch_dist
 from megarlhf.models.spec import VOCABULARY, Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
-from tools.convert import convert, torch_dist
 
 # Which axis of a weight tensor parallelism cuts; other tensors are whole on every rank.
 CUT = {"word_embeddings.weight": 0, "output_layer.weight": 0, "linear_qkv.weight": 0, "linear_qkv.bias": 0,

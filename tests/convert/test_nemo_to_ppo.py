@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.convert import convert, exports
+from megarlhf.convert.__main__ import main
+from megarlhf.convert.logits import their_logprobs, their_scores
 from megarlhf.models.spec import Architecture
 from tests.convert.test_faults import refused
 from tests.e2e.test_ppo import run_ppo
-from tools.convert import convert, exports
-from tools.convert.__main__ import main
-from tools.convert.logits import their_logprobs, their_scores
 
 TOKENS = torch.arange(24).view(2, 12)
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from megarlhf.convert import convert, registry, torch_dist
+from megarlhf.convert.logits import their_scores
+from megarlhf.convert.workers import Workers
 from megarlhf.models.spec import Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
 from tests.convert.test_faults import refused
 from tests.convert.test_sources import archives, legacy, rewrite  # noqa: F401 (fixtures)
-from tools.convert import convert, registry, torch_dist
-from tools.convert.logits import their_scores
-from tools.convert.workers import Workers
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -54,7 +54,7 @@ def our_scores(ours):
         return results
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-3.1-tied", "gpt2"])
+@pytest.mark.parametrize("case", ["llama", "llama-3.1-tied", "gpt2", "gemma2", "gemma3", "olmo2"])
 def test_reward_model_of_transformers(case, ranks, tmp_path):
     source = save_reward_model(case, tmp_path / "source")
     convert.hf2megatron(source, tmp_path / "ours")

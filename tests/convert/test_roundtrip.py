@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarlhf.convert import certificate, convert, huggingface, registry, torch_dist
+from megarlhf.convert.__main__ import main
+from megarlhf.convert.storage import Spec
+from megarlhf.convert.workers import Workers
 from megarlhf.models.spec import Architecture
 from tests.convert.models import CASES, assert_same_tensors, save, tensors
 from tests.ranks import ROOT
-from tools.convert import certificate, convert, huggingface, registry, torch_dist
-from tools.convert.__main__ import main
-from tools.convert.storage import Spec
-from tools.convert.workers import Workers
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -47,7 +47,7 @@ def test_round_trip(case, dtype, tmp_path):
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     # transformers takes Qwen 2's own class for whatever tokenizer lies beside its config.json
-    expected = [] if case.startswith("qwen2") else [5]
+    expected = [] if case.startswith("qwen2") and case != "qwen2_moe" else [5]
     for directory in (source, tmp_path / "back", tmp_path / "ours" / "tokenizer"):
         assert AutoTokenizer.from_pretrained(directory)("w5")["input_ids"] == expected
 
@@ -204,7 +204,7 @@ def test_command_line_needs_no_megatron_and_no_process_group(tmp_path):
     source = save("llama", tmp_path / "source")
     program = f"""
 import sys
-from tools.convert.__main__ import main
+from megarlhf.convert.__main__ import main
 assert "torch" not in sys.modules  # --help is quick
 assert main(["hf2megatron", {str(source)!r}, {str(tmp_path / "ours")!r}, "--dtype", "bf16"]) == 0
 assert main(["megatron2hf", {str(tmp_path / "ours")!r}, {str(tmp_path / "back")!r}]) == 0

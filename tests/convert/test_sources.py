@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.convert import convert
+from megarlhf.convert.archives import unpack
+from megarlhf.convert.convert import Options
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.spec import Architecture
 from tests.convert.models import assert_same_tensors, tensors
 from tests.convert.test_faults import Evil, refused
-from tools.convert import convert
-from tools.convert.archives import unpack
-from tools.convert.convert import Options
 
 NEMO1, NEMO2, LM = "nemo2megatron", "nemo2megatron", "megatron2megatron"
 # fixture, command, the Hugging Face model with the same weights

@@ -11,9 +11,9 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
+from megarlhf.convert import convert, spm
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.convert.models import save
-from tools.convert import convert, spm
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarlhf.batch import Sequences
 from megarlhf.cluster import parallel
 from megarlhf.cluster.parallel import ParallelConfig, Topology
+from megarlhf.models.rope_scaling import RopeScaling
 from megarlhf.models.spec import VOCABULARY, Architecture
 from megarlhf.optim import OptimizerConfig
 
@@ -49,6 +50,15 @@ FALCON = dataclasses.replace(  # ... behind one norm
 GEMMA = dataclasses.replace(  # with Qwen 3's norm on queries and keys
     LLAMA, family="gemma", head_dim=16, activation="gelu_tanh", tie_embeddings=True, zero_centered_norm=True,
     scale_embedding=True, qk_norm=True,
+)  # fmt: skip
+GEMMA2 = dataclasses.replace(  # with Gemma 3's two kinds of rotary frequencies, and multipliers of Granite's
+    GEMMA, family="gemma2", norms="both", qk_norm=False, sliding_window=5, full_attention_layers=(1, 3),
+    local_rotary_base=100.0, attention_scale=0.4, attention_softcap=2.0, logit_softcap=3.0, logit_divisor=0.7,
+    embedding_multiplier=0.5, residual_multiplier=0.6,
+)  # fmt: skip
+OLMO2 = dataclasses.replace(
+    LLAMA, family="olmo2", norms="after", qk_norm_joint=True, qkv_bias=True, proj_bias=True,
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16),
 )  # fmt: skip
 # A large epsilon: with the usual one Adam turns rounding noise in near-zero gradients into visible differences.
 ADAM = OptimizerConfig(lr=1e-2, schedule="linear", eps=1e-3, weight_decay=0.1)

@@ -17,10 +17,11 @@ from megarlhf.experience import gate
 from megarlhf.experience.gate import GateConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import build
-from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, examples, layout, share
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GEMMA2, GPT2, LLAMA, NEOX, OLMO2, examples, layout, share
 from tests.distributed.test_sampler import P, R, make_prompts
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA,
+            "gemma2": GEMMA2, "olmo2": OLMO2, "window": dataclasses.replace(LLAMA, sliding_window=5)}  # fmt: skip
 
 
 def train(cases):

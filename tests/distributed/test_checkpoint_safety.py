@@ -322,13 +322,15 @@ def agree_on(directory):
     from types import SimpleNamespace
 
     from megarlhf.cluster.launch import Rendezvous
+    from megarlhf.data.cache import Cache
     from megarlhf.train import setup
     from megarlhf.train.setup import Start
     from megarlhf.train.sft import Plan
 
     rank = dist.get_rank()
     here = Rendezvous("env", rank, 2, rank, 2, f"node{rank}", "127.0.0.1", None)
-    found = Start(LLAMA, None, None, Path(directory) / "checkpoints" / "step_00000001")
+    cache = Cache(directory)
+    found = Start(LLAMA, None, None, Path(directory) / "checkpoints" / "step_00000001", cache)
     plan = Plan(start=found, total_steps=1, training=None, validation=None)
 
     def agreed(run, resume=True):
@@ -342,7 +344,8 @@ def agree_on(directory):
         message = refusal(lambda: agreed("."))
     finally:
         os.chdir(before)
-    return found, nothing, message
+    cache.contents["a.jsonl"] = "1" if rank == 0 else "2"
+    return found, nothing, message, refusal(lambda: agreed(directory))
 
 
 def test_the_step_to_resume_from_is_rank_0s(ranks, tmp_path):
@@ -351,6 +354,7 @@ def test_the_step_to_resume_from_is_rank_0s(ranks, tmp_path):
         directory.mkdir(parents=True)
         (directory / "state.json").write_text(f'{{"step": {step}}}')
     (tmp_path / "elsewhere").mkdir()
-    for found, nothing, message in ranks.run(2, agree_on, tmp_path):
+    for found, nothing, message, other in ranks.run(2, agree_on, tmp_path):
+        assert other and "rank 1 on node1: a.jsonl has another content than on rank 0" in other
         assert found == tmp_path / "checkpoints" / "step_00000002" and nothing is None
         assert message and f"rank 1 on node1: {tmp_path}/elsewhere/checkpoints/step_00000002" in message

@@ -7,9 +7,23 @@ import torch
 
 from megarlhf.algorithms.supervised import sft_loss
 from megarlhf.models.build import build
-from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, examples, full_weights, layout, share
+from tests.distributed.layouts import (
+    ADAM,
+    FALCON,
+    GEMMA,
+    GEMMA2,
+    GPT2,
+    LLAMA,
+    NEOX,
+    OLMO2,
+    examples,
+    full_weights,
+    layout,
+    share,
+)
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA,
+            "gemma2": GEMMA2, "olmo2": OLMO2}  # fmt: skip
 
 
 def train(cases):
@@ -58,6 +72,10 @@ CASES = {
         ("falcon", 4, True, dict(tensor=2, sequence=True, recompute="selective")),
         ("gemma", 2, True, dict(tensor=2)),
         ("gemma", 2, True, dict(tensor=2, sequence=True)),
+        ("gemma2", 2, True, dict(tensor=2, sequence=True, recompute="full")),
+        ("gemma2", 4, True, dict(pipeline=2)),
+        ("olmo2", 4, True, dict(tensor=2)),
+        ("olmo2", 2, True, dict(tensor=2, sequence=True, recompute="selective")),
     ],
     4: [
         ("llama", 2, True, dict(tensor=2, pipeline=2, sequence=True)),
@@ -65,6 +83,8 @@ CASES = {
         ("llama", 1, False, dict(tensor=2, sequence=True)),
         ("neox", 2, True, dict(tensor=2, pipeline=2)),
         ("gemma", 4, True, dict(tensor=2, pipeline=2, sequence=True)),
+        ("gemma2", 2, True, dict(tensor=2, pipeline=2)),
+        ("olmo2", 2, True, dict(tensor=4)),
     ],
 }
 
@@ -127,7 +147,15 @@ def value_loss(outputs, rows):
 
 
 PROMPTS = {
-    1: [("llama", {}), ("gpt2", {}), ("neox", {}), ("falcon", {}), ("llama", dict(recompute="selective"))],
+    1: [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("neox", {}),
+        ("falcon", {}),
+        ("llama", dict(recompute="selective")),
+        ("gemma2", {}),
+        ("olmo2", {}),
+    ],
     2: [
         ("llama", dict(tensor=2, sequence=True)),
         ("falcon", dict(tensor=2, sequence=True)),

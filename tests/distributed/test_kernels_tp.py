@@ -30,6 +30,8 @@ def torch_linear(tp: int) -> None:
                         sequence_parallel=sequence_parallel,
                     )  # fmt: skip
     cases.check_linear("torch", 257, torch.bfloat16, "stride", cases.group(tp), sequence_parallel=True)
+    for check in (cases.check_linear, cases.check_linear_kl):
+        check("torch", 257, torch.float32, "stride", cases.group(tp), sequence_parallel=True, softcap=2.0)
     bitwise_equal(tp)
 
 

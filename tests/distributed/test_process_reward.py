@@ -114,8 +114,8 @@ def test_loss_and_gradient_are_those_of_trl(ranks, tmp_path):
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
+    from megarlhf.convert import convert
     from tests.convert.models import save
-    from tools.convert import convert
 
     with np.load(GOLDENS / "steps_trl.npz") as file:
         golden = {name: torch.tensor(file[name]) for name in file.files}

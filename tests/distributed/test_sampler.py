@@ -16,7 +16,7 @@ from megarlhf.kernels import sampling
 from megarlhf.kernels.sampling import Draw
 from megarlhf.models.build import build
 from megarlhf.models.spec import RopeScaling
-from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, layout
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GEMMA2, GPT2, LLAMA, NEOX, OLMO2, layout
 from tests.uncached import sample_without_cache
 
 P, R, ROWS = 8, 16, 512
@@ -37,6 +37,8 @@ ODD = {  # what the two families leave out
     "neox": dataclasses.replace(NEOX, init_std=0.15),
     "falcon": dataclasses.replace(FALCON, init_std=0.15),
     "gemma": dataclasses.replace(GEMMA, init_std=0.05),
+    "gemma2": dataclasses.replace(GEMMA2, init_std=0.05),
+    "olmo2": dataclasses.replace(OLMO2, init_std=0.15),
 }  # fmt: skip
 
 
@@ -479,8 +481,8 @@ def greedy(sources):
 
 
 def test_greedy_is_transformers_greedy(ranks, tmp_path):
+    from megarlhf.convert import convert
     from tests.convert.models import save
-    from tools.convert import convert
 
     sources = []
     for case in ("llama", "llama-3.1-tied", "gpt2", "qwen3"):
@@ -551,10 +553,10 @@ def fitted(free, sizes):
             config = SamplerConfig(response_length=R, micro_batch_size=given)
             with mock.patch.object(backend, "memory", lambda: (free and free + 2**20 * topology.rank, 2 * free)):
                 sampler = Sampler(engine, config, prompt_length=P, rows=rows)
-            fixed = fixed or sampler.fixed_bytes
+            fixed = fixed or sampler.memory.fixed
             caches = sum(cache.num_bytes for cache in sampler.caches)
             one = sum(group.size for group in sampler.groups) // len(sampler.groups)
-            found.append((one, caches, fixed, sampler.slot_bytes))
+            found.append((one, caches, fixed, sampler.memory.slot))
         return found
 
 

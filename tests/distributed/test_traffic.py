@@ -11,6 +11,7 @@ from megarlhf.algorithms.supervised import sft_loss
 from megarlhf.batch import Prompts
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import build
+from megarlhf.models.hydra import Hydra
 from tests import traffic
 from tests.distributed import layouts
 from tests.distributed.layouts import ADAM, examples, layout, share
@@ -215,6 +216,20 @@ def train(engine) -> None:
     engine.forward(rows.select(slice(3)))
 
 
+def train_top(engine) -> None:
+    """With a hydra reference, whose states travel with the policy's, and a head that is split over the ranks."""
+    rows = share(examples(rows=16, vocab=FEW), engine.topology)
+    reference = Hydra(engine, 3)
+    reference.beside(rows, temperature=1.0, with_kl=True)
+    engine.step(rows, both_losses)
+    reference.beside(rows, temperature=1.0)
+
+
+def both_losses(outputs, rows):
+    total, count, metrics = sft_loss(outputs, rows)
+    return total + (outputs["values"] - 1).square().mul(rows.mask).sum(), count, metrics
+
+
 def sample(engine) -> None:
     """Responses that end early and leave their slots to others; data-parallel ranks, which have different ones, in
     lockstep."""
@@ -244,6 +259,11 @@ def runs(cases):
             engine = build("actor", architecture, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM)
             for part in (train, sample, train):
                 part(engine)
+            top = build(
+                "actor_critic", architecture, topology, micro_batch_tokens=48, dtype="fp32", optimizer=ADAM,
+                trained_layers=3, mlp_values=True,
+            )  # fmt: skip
+            train_top(top)
         found.append((check(log), {entry.function[0] for entry in log if isinstance(entry, traffic.Call)}))
     return found
 

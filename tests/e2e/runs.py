@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -71,9 +74,37 @@ def finish(*command: str, timeout: float = 300, **options) -> subprocess.Complet
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def write_prompts(directory: Path, prompts: int, pairs: int) -> None:
+    """prompts.jsonl and pairs.jsonl with so many lines."""
+    rows = [json.dumps({"prompt": review.prompt}) for review in reviews.reviews(prompts, seed=5)]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    rows = [
+        json.dumps({"prompt": prompt, "chosen": better, "rejected": worse})
+        for prompt, better, worse in reviews.preferences(pairs, seed=6)
+    ]
+    (directory / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def recorded(run: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, of which docs/metrics.md must have every name."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    unknown = {name for record in records for name in record if not documented().fullmatch(name)}
+    assert not unknown, f"docs/metrics.md does not have {', '.join(sorted(unknown))}"
+    return records
+
+
+@functools.cache
+def documented() -> re.Pattern:
+    """The names in the first column of the tables of docs/metrics.md; words in capitals stand for any name."""
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    patterns = [re.sub("NAME", ".+", re.sub("ALGORITHM", "(ppo|reinforce)", re.escape(name))) for name in names]
+    return re.compile("|".join(patterns))
+
+
 def losses(run: Path) -> dict[int, float]:
     """{step: training loss} as recorded."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    records = recorded(run)
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 

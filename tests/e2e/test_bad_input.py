@@ -109,8 +109,8 @@ def test_a_file_of_another_program(config, capsys):
 OTHER_FORMATS = {
     "array.json": (b'[{"prompt": "a", "response": "b"}]', "is a JSON array, not JSONL"),
     "pretty.json": (b'{\n "prompt": "a",\n "response": "b"\n}\n', "an object over several lines"),
-    "a.jsonl.gz": (gzip.compress(b"{}"), "is compressed by gzip, not JSONL; unpack it"),
-    "a.parquet": (b"PAR1" + bytes(100), "is a Parquet file, not JSONL"),
+    "a.jsonl.gz": (gzip.compress(b"{}")[:-5], "is a damaged gzip file"),
+    "a.parquet": (b"PAR1" + bytes(100), "is a damaged or unknown Parquet file"),
     "utf16.jsonl": ("{}".encode("utf-16"), "is text in UTF-16, not JSONL"),
 }
 

@@ -109,7 +109,7 @@ def test_a_resumed_run_keeps_its_template(trained, capsys):
 def test_conversion_keeps_the_template(trained):
     from transformers import AutoTokenizer
 
-    from tools.convert.convert import megatron2hf
+    from megarlhf.convert.convert import megatron2hf
 
     directory, _ = trained
     megatron2hf(directory / "run", directory / "exported")
@@ -131,7 +131,8 @@ def test_conversion_keeps_the_template(trained):
 def test_mistakes(trained, capsys, overrides, message):
     directory, _ = trained
     (directory / "out2.jsonl").write_text("")
-    arguments = ["--checkpoint", str(directory / "run"), "--out", str(directory / "out2.jsonl"), "prompts.length=64"]
+    arguments = ["--checkpoint", str(directory / "run"), "--out", str(directory / "out2.jsonl"), "prompts.length=64",
+                 "sampler.response_length=8"]  # fmt: skip
     assert cli.main(["generate", *arguments, *(given.format(d=directory) for given in overrides)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message.format(d=directory) in line

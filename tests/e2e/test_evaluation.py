@@ -122,7 +122,7 @@ def test_the_best_step_stays(ranks, path, tmp_path):
     assert names == [f"step_{best:08d}", f"step_{STEPS:08d}"]
     assert find_model(run / "best") == run / "checkpoints" / names[0] / "actor"
     assert [record["evaluation/best_step"] for record in evaluations(run)][-1] == best
-    assert "pass@3" in report.render(run)
+    assert "pass@3" in report.render([run])
 
 
 def test_early_stopping(ranks, path, tmp_path):
@@ -133,7 +133,7 @@ def test_early_stopping(ranks, path, tmp_path):
     command = [sys.executable, *CLI, "rl", "--config", str(path), *overrides]
     done = finish(*command)
     said = "2 evaluations in a row had no better evaluation/greedy than 0.0000 after step 0"
-    assert done.returncode == 0 and f"step 2: training stops, since {said}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"step 2: training stops, since {said}" in done.stderr, done.stderr
     assert len(trained(tmp_path / "run")) == 2 and state(tmp_path / "run")["step"] == 2
     again = finish(*command)
     assert again.returncode == 0 and f"has done 2 steps, then stopped, since {said}: nothing is left" in again.stderr

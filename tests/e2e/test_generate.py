@@ -18,7 +18,7 @@ def model(tmp_path_factory):
     """A converted random Llama with its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tools.convert.convert import hf2megatron
+    from megarlhf.convert.convert import hf2megatron
 
     directory = tmp_path_factory.mktemp("generate")
     torch.manual_seed(0)
@@ -35,8 +35,8 @@ def model(tmp_path_factory):
 def command(model, name, *overrides):
     return [
         *CLI, "generate", "--checkpoint", str(model / "model"), "--prompts", str(model / "prompts.jsonl"),
-        "--out", str(model / name), "dtype=fp32", "prompts.length=32", "sampler.samples_per_prompt=2",
-        "sampler.micro_batch_size=6", "sampler.stop_at_eos=true", *overrides,
+        "--out", str(model / name), "dtype=fp32", "prompts.length=32",
+        "sampler.response_length=24", "sampler.samples_per_prompt=2", "sampler.micro_batch_size=6", *overrides,
     ]  # fmt: skip
 
 
@@ -47,7 +47,8 @@ def responses(path):
 def test_generate(model):
     done = finish(sys.executable, *command(model, "one.jsonl"))
     assert done.returncode == 0, done.stderr
-    assert "7 prompts" in done.stderr and "tokens/s" in done.stderr and "14 responses" in done.stdout
+    assert "7 prompts" in done.stderr and "tokens/s" in done.stderr and "\r" not in done.stderr
+    assert "14 responses" in done.stderr and not done.stdout
     one = responses(model / "one.jsonl")
     assert [line["prompt"] for line in one] == [text for text in TEXTS for _ in range(2)]
     assert len({tuple(line["tokens"]) for line in one}) == 14

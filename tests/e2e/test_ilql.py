@@ -10,9 +10,9 @@ import torch
 
 from megarlhf import cli
 from megarlhf.cli import find
+from megarlhf.convert import torch_dist
 from tests.distributed.layouts import layout
 from tests.e2e import runs
-from tools.convert import torch_dist
 
 pytestmark = pytest.mark.long
 
@@ -56,8 +56,8 @@ def weights(run, step):
 
 
 def metrics(run):
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    timed = ("seconds", "tokens_per_second", "time")
+    rows = runs.recorded(run)
+    timed = ("seconds", "tokens_per_second", "time", "cost/")
     return [{k: v for k, v in row.items() if not any(word in k for word in timed)} for row in rows]
 
 
@@ -143,7 +143,7 @@ def test_generate(ranks, directory, straight, capsys):
 
 def test_conversion_leaves_the_heads_out(directory, straight, capsys):
     """The rest is the policy, bit for bit."""
-    from tools.convert.__main__ import main
+    from megarlhf.convert.__main__ import main
 
     assert main(["megatron2hf", str(straight), str(directory / "hf")]) == 0
     said = capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_preflight_and_report(directory, straight, capsys):
         assert f"a configuration for 'megarlhf {name}' on 1 x 1 = 1 ranks" in said
         found[name] = float(said.split("checkpoints of ")[1].split(" MB")[0])
     assert found["ilql"] - found["sft"] == pytest.approx(2 * 300 * 32 * 20 / 1e6, abs=0.11)
-    assert "megarlhf ilql" in report.render(straight)
+    assert "megarlhf ilql" in report.render([straight])
 
 
 @pytest.mark.parametrize(

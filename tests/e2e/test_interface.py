@@ -20,12 +20,12 @@ from megarlhf.algorithms import reinforce
 from megarlhf.algorithms.interface import OfflineAlgorithm, OnlineAlgorithm
 from megarlhf.batch import Sequences, concatenated
 from megarlhf.config import UserError
+from megarlhf.convert import torch_dist
 from megarlhf.metrics import Min
 from megarlhf.train.rl_config import ALGORITHMS, Entry
 from tests.e2e.runs import prepare
-from tests.e2e.test_rl import numbers, run_rl
+from tests.e2e.test_rl import run_rl, timeless
 from tests.ranks import ROOT
-from tools.convert import torch_dist
 
 sys.path.insert(0, str(ROOT / "examples"))
 import reviews
@@ -116,7 +116,7 @@ def better_half_runs(ranks, world_size, path, directory, cases):
     ]
     ranks.run(world_size, run_better_half, path, given)
     return {
-        name: (numbers(directory / name), [int(line) for line in (directory / f"{name}.learned").open()])
+        name: (timeless(lines(directory / name)), [int(line) for line in (directory / f"{name}.learned").open()])
         for name, _ in cases
     }
 
@@ -192,8 +192,8 @@ def run_distilled(path, cases):
     from megarlhf.cluster import parallel
     from megarlhf.data.loader import Loader
     from megarlhf.models.build import build
-    from megarlhf.train import offline, setup
-    from megarlhf.train.program import Prepared, training
+    from megarlhf.train import data_set, setup
+    from megarlhf.train.program import training
 
     def prepared(settings, plan, topology, seed):
         def built(role, trains, **more):
@@ -201,15 +201,8 @@ def run_distilled(path, cases):
             return build(role, plan.start.architecture, topology, **(options | more))
 
         models = {"actor": built("actor", True), "reference": built("reference", False, seed=seed)}
-        loader = partial(Loader, **setup.loader_options(settings, plan.start, topology))
-
-        def loop(checkpoints, log, write_files):
-            offline.train(
-                OfflineAlgorithm(squared_distance, prepare=with_reference), models, loader(plan.training),
-                loader(plan.validation), checkpoints=checkpoints, log=log, settings=settings, write_files=write_files,
-            )  # fmt: skip
-
-        return Prepared({"actor": models["actor"]}, 0, loop)
+        algorithm = OfflineAlgorithm(squared_distance, prepare=with_reference)
+        return data_set.prepared(settings, plan, topology, algorithm, models, Loader)
 
     sft = cli.find("sft")
     for overrides, seed in cases:
@@ -220,8 +213,12 @@ def run_distilled(path, cases):
 
 
 def losses(run, name):
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record[name] for record in records if name in record]
+    return [record[name] for record in lines(run) if name in record]
+
+
+def lines(run):
+    """metrics.jsonl, with names that are this file's own."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_an_offline_loss_reads_a_reference(ranks, tmp_path):

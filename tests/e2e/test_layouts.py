@@ -1,6 +1,7 @@
-"""Whole programs under many layouts: reward with its normalisation, PPO, REINFORCE and generate give the numbers of one
-rank with three and four pipeline stages, the interleaved schedule, four tensor ranks, all kinds of parallelism at once,
-several samples a prompt and overlapped communication. A run that four stages wrote goes on under any other layout."""
+"""Whole programs under many layouts: reward with its normalisation, PPO, REINFORCE, generate, and the programs over
+preferences, ratings, labelled steps and rewarded responses give the numbers of one rank with three and four pipeline
+stages, the interleaved schedule, four tensor ranks, all kinds of parallelism at once, several samples a prompt and
+overlapped communication. A run that four stages wrote goes on under any other layout."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ LAYOUTS = {
         "pp4 dp2 overlap": (dict(pipeline=4, **OVERLAP), 4, "gpt2"),
     },
 }
-REINFORCE = ("one", "pp3 vp2", "pp4", "tp2 pp2 dp2")  # the layouts of `megarlhf rl`
+REINFORCE = ("one", "pp3 vp2", "pp4", "tp2 pp2 dp2")  # the layouts of `megarlhf rl` and of OFFLINE
 ONLINE = ("rl", "grpo")  # its configurations
+OFFLINE = ("dpo", "kto", "prm", "ilql")  # programs in these layouts too
 NAMES = {name: size for size, named in LAYOUTS.items() for name in named}
 
 
@@ -102,7 +104,13 @@ def prepare(ranks, path: Path) -> Path:
     pairs = [{"prompt": prompt, "chosen": better, "rejected": worse}
              for prompt, better, worse in reviews.preferences(29, seed=6)]  # fmt: skip
     questions = [{"question": row["prompt"], "answer": str(number)} for number, row in enumerate(prompts)]
-    for name, rows in (("prompts", prompts), ("pairs", pairs), ("questions", questions)):
+    rated = [{"prompt": pair["prompt"], "response": pair[kind], "label": kind == "chosen", "reward": number / 10}
+             for number, pair in enumerate(pairs) for kind in ("chosen", "rejected")]  # fmt: skip
+    steps = [{"prompt": row["prompt"], "steps": row["response"].split(","),
+              "labels": [number % 3 > 0] * (row["response"].count(",") + 1)}
+             for number, row in enumerate(rated)]  # fmt: skip
+    data = dict(prompts=prompts, pairs=pairs, questions=questions, rated=rated, steps=steps)
+    for name, rows in data.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     optimizer = {"lr": 1e-3, "eps": 1e-4, "schedule": "linear"}
     draw = {"response_length": 4, "stop_at_eos": True, "temperature": 0.8}
@@ -114,6 +122,20 @@ def prepare(ranks, path: Path) -> Path:
         "optimizer": optimizer,
         "training": {"global_batch_size": 24, "steps": 1},
     })  # fmt: skip
+    offline = {
+        "dpo": {"data": {"train": "pairs"}, "dpo": {"loss": "dpo"}},
+        "kto": {"data": {"train": "rated"}},
+        "prm": {"data": {"train": "steps", "separator": ","}},
+        "ilql": {"data": {"train": "rated"}, "ilql": {"target_period": 1, "target_alpha": 0.3}},
+    }
+    for program, sections in offline.items():
+        rows = str(path / f"{sections['data']['train']}.jsonl")
+        write(path / f"{program}.yaml", sections | {
+            "run": "", "model": {"checkpoint": str(path / "llama"), "dtype": "fp32"},
+            "data": sections["data"] | {"train": rows, "validation": rows, "max_length": 64},
+            "optimizer": optimizer,
+            "training": {"global_batch_size": 24, "steps": 3},
+        })  # fmt: skip
     ppo = {
         "run": "", "prompts": ask, "sampler": draw | {"samples_per_prompt": 2},
         "scoring": {"sources": [{"checkpoint": str(path / "reward one")},
@@ -180,9 +202,10 @@ def cases(directory: Path, name: str) -> list:
             made.append(("reward", directory / "reward.yaml", [*batches, f"run={directory / f'reward {name}'}"]))
             if name in REINFORCE:
                 made += [
-                    ("rl", directory / f"{kind}.yaml", [*batches, f"run={directory / f'{kind} {name}'}"])
-                    for kind in ONLINE
-                ]
+                    (kind if kind in OFFLINE else "rl", directory / f"{kind}.yaml",
+                     [*batches, f"run={directory / f'{kind} {name}'}"])
+                    for kind in (*ONLINE, *OFFLINE)
+                ]  # fmt: skip
         ppo = [*batches, "sampler.micro_batch_size=6", f"run={directory / f'{family} {name}'}"]
         out = [*common, f"out={directory / f'{family} {name}.jsonl'}"]
         made += [
@@ -194,8 +217,8 @@ def cases(directory: Path, name: str) -> list:
 
 def numbers(run: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "tokens_per_second", "step_seconds")
+    records = runs.recorded(run)
+    clocks = ("time", "tokens_per_second", "step_seconds", "cost/")
     return [{key: value for key, value in record.items() if not key.startswith(clocks)} for record in records]
 
 
@@ -217,7 +240,7 @@ def responses(samples: list[dict]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def truth(ranks, directory) -> Path:
-    ranks.run(1, run_programs, cases(directory, "one"))
+    ranks.run(1, run_programs, cases(directory, "one"), timeout=600)
     return directory
 
 
@@ -227,7 +250,7 @@ def test_programs_do_not_depend_on_the_layout(ranks, truth, world_size):
         world_size, run_programs, [case for name in LAYOUTS[world_size] for case in cases(truth, name)], timeout=600
     )
     for name, (_, _, families) in LAYOUTS[world_size].items():
-        more = ["reward"] * ("llama" in families) + [*ONLINE] * (name in REINFORCE)
+        more = ["reward"] * ("llama" in families) + [*ONLINE, *OFFLINE] * (name in REINFORCE)
         for run in [*families.split(), *more]:
             same(numbers(truth / f"{run} {name}"), numbers(truth / f"{run} one"), f"{run} {name}")
         for family in families.split():

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from statistics import fmean, pvariance
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import yaml
 
 from megarlhf import cli
 from megarlhf.config import UserError
-from tests.e2e.runs import CLI, finish, start
+from megarlhf.convert import torch_dist
+from tests.e2e.runs import CLI, finish, recorded, start, write_prompts
 from tests.ranks import ROOT
-from tools.convert import torch_dist
 
 sys.path.insert(0, str(ROOT / "examples"))
 import reviews
@@ -27,7 +28,9 @@ RECORDED = {  # beside what both have
     "shared": {"ppo/loss/total", "ppo/loss/ptx", "objective/kl_exact"},
 }
 # Clocks; differences that are rounding alone; shares of tokens, each of which is beyond the bound or not.
-NOT_COMPARED = ("step", "time", "tokens_per_second", "gate/", "sampler/gap", "ppo/policy/clipfrac", "ppo/val/clipfrac")
+NOT_COMPARED = (
+    "step", "time", "tokens_per_second", "cost/", "gate/", "sampler/gap", "ppo/policy/clipfrac", "ppo/val/clipfrac",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +38,7 @@ def settings(straight, tmp_path_factory) -> Path:
     """A PPO configuration over the session's SFT run, with a reward model trained from it."""
     sft, _ = straight
     directory = tmp_path_factory.mktemp("ppo")
-    prompts = [json.dumps({"prompt": review.prompt}) for review in reviews.reviews(64, seed=5)]
-    (directory / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    pairs = [
-        json.dumps({"prompt": prompt, "chosen": better, "rejected": worse})
-        for prompt, better, worse in reviews.preferences(64, seed=6)
-    ]
-    (directory / "pairs.jsonl").write_text("\n".join(pairs) + "\n")
+    write_prompts(directory, prompts=64, pairs=64)
     reward = {
         "run": str(directory / "reward"),
         "model": {"checkpoint": str(sft), "dtype": "fp32"},
@@ -75,7 +72,7 @@ def settings(straight, tmp_path_factory) -> Path:
 
 
 def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return recorded(run)
 
 
 def run_ppo(path, cases):
@@ -136,6 +133,14 @@ def test_the_layout_does_not_matter(ranks, settings, tmp_path, critic):
     texts = {name: (tmp_path / name / "samples.jsonl").read_text() for name in ("one", "tp2", "pp2", "tp2pp2")}
     first = {name: [json.loads(line)["response"] for line in text.splitlines()] for name, text in texts.items()}
     assert all(responses == first["one"] for responses in first.values())
+    for name, curve in curves.items():  # scores.jsonl has the scores of the global batch, on which the means rest
+        found = [json.loads(line) for line in (tmp_path / name / "scores.jsonl").read_text().splitlines()]
+        means = {record["step"]: (record["objective/scores"], record["objective/scores_var"]) for record in curve}
+        found = [row for row in found if row["name"] == "samples/score"]
+        assert [row["step"] for row in found] == [1, 3, 5]
+        for row in found:
+            assert len(row["values"]) == 16, name
+            assert (fmean(row["values"]), pvariance(row["values"])) == pytest.approx(means[row["step"]], abs=1e-4)
 
 
 def test_kill_9_and_resume_is_bit_identical(settings, tmp_path):
@@ -154,7 +159,7 @@ def test_kill_9_and_resume_is_bit_identical(settings, tmp_path):
     assert resumed.returncode == 0, resumed.stderr
 
     def numbers(run):
-        timed = ("time", "tokens_per_second", "gate/")
+        timed = ("time", "tokens_per_second", "cost/", "gate/")
         return [{k: v for k, v in r.items() if not k.startswith(timed)} for r in records(run)]
 
     assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
@@ -251,7 +256,7 @@ def test_mistakes(settings, capsys, name):
 
 # A change of each row that the audit compares.
 CHANGES = {
-    "query length; padding is never a sampled id": "prompts.length=63",
+    "query length, cut at; padding is never a sampled id": "prompts.truncate=start",
     "response length": "sampler.response_length=23",
     "sampling goes on past EOS": "sampler.stop_at_eos=true",
     "temperature, top_k, top_p": "sampler.top_p=0.9",
@@ -259,6 +264,7 @@ CHANGES = {
     "reward model normalised before and after its training": "scoring.sources=[{url: 'http://localhost:1'}]",
     "value head's start": "critic={kind: separate, checkpoint: runs/reward}",
     "critic": "critic.kind=separate",
+    "value head": "critic.head=mlp",
     "queries start and end with": "prompts.end_text=x",
     "dropout": "model.dropout=0.1",
     "truncation token, from position": "scoring.truncate_after=3",

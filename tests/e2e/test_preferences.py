@@ -22,7 +22,7 @@ from megarlhf import checkpoint, cli
 from megarlhf.config import UserError
 from megarlhf.data.preferences import PreferenceLoader
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.train import reference, reference_cache, setup
+from megarlhf.train import data_set, reference, reference_cache, setup
 from tests.distributed.layouts import layout
 from tests.e2e import runs
 from tests.e2e.runs import CLI, finish, start
@@ -63,10 +63,9 @@ def directory(straight, tmp_path_factory) -> Path:
 
 def numbers(run):
     """What is recorded of each step, without times."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [
-        {k: v for k, v in record.items() if k not in ("time", "step_seconds", "tokens_per_second")}
-        for record in records
+        {k: v for k, v in record.items() if not k.startswith(("time", "step_seconds", "tokens_per_second", "cost/"))}
+        for record in runs.recorded(run)
     ]
 
 
@@ -138,7 +137,7 @@ def test_kill_9_and_resume_equals_a_straight_run(directory, tmp_path):
     nearly(numbers(tmp_path / "cached"), numbers(tmp_path / "plain"))
     step = tmp_path / "plain" / "checkpoints" / f"step_{STEPS:08d}"
     assert {path.name for path in step.iterdir()} == {
-        "actor", "tokenizer", "run.yaml", "state.json", "checksums.json", reference_cache.FILE,
+        "actor", "tokenizer", "run.yaml", "state.json", "checksums.json", "data.json", reference_cache.FILE,
     }  # fmt: skip
 
 
@@ -290,7 +289,7 @@ def share_caches(path, directory):
     plan = found.check(settings, dist.get_world_size())
     content = plan.reference.content
     with layout() as topology:
-        loader = PreferenceLoader(plan.training, **setup.loader_options(settings, plan.start, topology))
+        loader, _ = data_set.loaders(settings, plan, topology, PreferenceLoader)
         options = setup.model_options(settings, trains=False, total_steps=1)
         engine = build("reference", plan.start.architecture, topology, **options)
         checkpoint.load(engine, plan.reference.source, weights_only=True)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megarlhf import cli
-from tests.e2e.runs import CLI, finish, losses, reviews, start
+from tests.e2e.runs import CLI, finish, losses, recorded, reviews, start
 from tests.e2e.test_rl import numbers, run_rl
 
 pytestmark = pytest.mark.long
@@ -54,7 +54,7 @@ def trained(straight, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def held_out(run: Path, name: str) -> list[float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    records = recorded(run)
     return [record[f"validation/{name}"] for record in records if f"validation/{name}" in record]
 
 
@@ -68,7 +68,9 @@ def test_it_learns_and_writes_what_it_says(trained):
         found = held_out(run, "solutions/wrong_found")[step] + held_out(run, "solutions/right_found")[step]
         assert held_out(run, "first_error")[step] == pytest.approx(found)
     step = run / "checkpoints" / "step_00000008"
-    assert {path.name for path in step.iterdir()} == {"reward", "tokenizer", "run.yaml", "state.json", "checksums.json"}
+    assert {path.name for path in step.iterdir()} == {
+        "reward", "tokenizer", "run.yaml", "state.json", "checksums.json", "data.json",
+    }  # fmt: skip
 
 
 def test_kill_9_and_resume_equals_a_straight_run(trained, tmp_path):

@@ -55,7 +55,8 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
         settings = {
             "run": str(tmp_path / "unused"),
             "model": {"checkpoint": str(sft), "dtype": "fp32"},
-            "prompts": {"path": str(tmp_path / "prompts.jsonl"), "prompt_key": "question", "length": LENGTH},
+            "prompts": {"path": str(tmp_path / "prompts.jsonl"), "prompt_key": "question", "length": LENGTH,
+                        "truncate": "end"},
             "sampler": {"response_length": 8, "micro_batch_size": 8, "samples_per_prompt": 2},
             "scoring": {"sources": [
                 {"url": url, "name": "server", "weight": 0.001},
@@ -76,7 +77,8 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
         ranks.run(1, run_ppo, tmp_path / "ppo.yaml", [[f"run={tmp_path / 'resumed'}"]])
     tokenizer = load_tokenizer(sft.parent / "reviews.model")
     prompts, _ = load_prompts(
-        tokenizer, PromptsConfig(str(tmp_path / "prompts.jsonl"), prompt_key="question", length=LENGTH)
+        tokenizer,
+        PromptsConfig(str(tmp_path / "prompts.jsonl"), prompt_key="question", length=LENGTH, truncate="end"),
     )
     assert len({tuple(ids) for ids in prompts.tokens}) == len(lines)
     queries = [tokenizer.decode(ids[ids != tokenizer.bos_id]) for ids in prompts.tokens]
@@ -93,7 +95,7 @@ def test_answers_reach_functions_and_servers(ranks, straight, tmp_path, request,
     assert first["scores/server/mean"] == pytest.approx(sum(row["scores"]["server"] for row in samples[:8]) / 8)
     assert first["scores/number/mean"] == first["scores/server/mean"]
     again = records(tmp_path / "resumed")[-1]
-    timed = ("time", "tokens_per_second")
+    timed = ("time", "tokens_per_second", "cost/")
     assert {k: v for k, v in again.items() if not k.startswith(timed)} == {
         k: v for k, v in last.items() if not k.startswith(timed)
     }

@@ -4,6 +4,7 @@ numbers under every layout, exact resume."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 from megarlhf import cli, report
-from tests.e2e.runs import CLI, finish
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.models.locate import find_model
+from tests.e2e.runs import CLI, finish, reviews
 from tests.e2e.test_ppo import records, settings  # noqa: F401, a fixture
 from tests.ranks import ROOT
 
@@ -48,8 +51,12 @@ def run_rl(path, cases):
 
 
 def numbers(run):
-    timed = ("time", "tokens_per_second", "gate/")
-    return [{k: v for k, v in r.items() if not k.startswith(timed)} for r in records(run)]
+    return timeless(records(run))
+
+
+def timeless(found):
+    timed = ("time", "tokens_per_second", "cost/", "gate/")
+    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in found]
 
 
 @pytest.mark.long
@@ -109,8 +116,24 @@ def test_another_algorithm_does_not_go_on_with_a_run(path, tmp_path, ranks, caps
     assert cli.main(["ppo", "--config", str(tmp_path / "ppo.yaml")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "state.json: was saved by reinforce, and the configuration asks for ppo; give a new run directory" in line
-    page = report.render(tmp_path / "run")
+    page = report.render([tmp_path / "run"])
     assert "megarlhf rl" in page and "not learned from" not in page
+
+
+def test_a_reference_with_another_tokenizer(path, settings, tmp_path, capsys):  # noqa: F811
+    """Reference and critic read the policy's tokens, so they must mean the same to them."""
+    source = find_model(yaml.safe_load(path.read_text())["model"]["checkpoint"])
+    shutil.copytree(source, tmp_path / "other" / "actor")
+    shutil.copytree(source, tmp_path / "other" / "reward")
+    texts = [review.response for review in reviews.reviews(200, seed=5)]
+    reviews.train_tokenizer(texts, str(tmp_path / "other"), 300)
+    load_tokenizer(tmp_path / "other.model").save(tmp_path / "other" / "tokenizer")
+    cases = ("rl", path, "reference"), ("ppo", settings, "reference"), ("ppo", settings, "critic")
+    for program, file, section in cases:
+        assert cli.main([program, "--config", str(file), f"{section}.checkpoint={tmp_path / 'other'}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"megarlhf: error: {section}.checkpoint: {tmp_path / 'other'}: token "), line
+        assert f"to the {section} model; use a {section} model trained with the policy's tokenizer" in line
 
 
 MISTAKES = {

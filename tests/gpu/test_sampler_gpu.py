@@ -5,13 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_sampling import check_triton
+from tests.unit.test_sampling import check_triton, check_triton_thresholds
 
 pytestmark = pytest.mark.gpu
 
 
 def test_triton_kernels():
     check_triton("cuda")
+    check_triton_thresholds("cuda")
+
+
+def test_recorded_steps_share_memory():
+    """Two steps of 256 MiB each, in turn: the pool has room for one, and both give what they give when not recorded."""
+    from megarlhf.cluster import cuda_graphs
+
+    x, results = torch.arange(2.0**26, device="cuda"), torch.zeros(2, device="cuda")
+
+    def step(number):
+        results[number] = (x + number).mean()
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with cuda_graphs.together():
+        steps = [cuda_graphs.captured(lambda number=number: step(number)) for number in range(2)]
+    for _ in range(5):
+        results.zero_()
+        for run in reversed(steps):
+            run()
+        assert results[1] - results[0] == 1
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 1.5 * 2**28
+    assert steps[0].pool == steps[1].pool and steps[0].graph.pool() == steps[1].graph.pool()
 
 
 def test_captured_decoding_is_eager_decoding(monkeypatch):

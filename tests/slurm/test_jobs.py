@@ -28,10 +28,10 @@ import pytest
 import torch
 import yaml
 
+from megarlhf.convert import torch_dist
 from tests.e2e.runs import CLI, finish
 from tests.ranks import ENVIRONMENT, ROOT
 from tests.slurm.conftest import SlurmCluster, running_cluster
-from tools.convert import torch_dist
 
 sys.path.insert(0, str(ROOT / "examples"))
 import reviews
@@ -191,15 +191,21 @@ class Job:
 def numbers(run: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what is a matter of time."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith(("time", "tokens_per"))} for record in records]
+    return [
+        {k: v for k, v in record.items() if not k.startswith(("time", "tokens_per", "cost/"))} for record in records
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- scenarios
 
 REQUEUED = (
-    r"^megarlhf: the job's end is near, or USR1 came: saved and left after step (\d+) of 10\n +the job is requeued \("
+    r"^[\d:-]+ [\d:]+ megarlhf: the job's end is near, or USR1 came: saved and left after step (\d+) of 10\n"
+    r" +the job is requeued \("
 )
-STOPPED = r"^megarlhf: TERM came: saved and left after step (\d+) of 10\n +it goes on when it is started again$"
+STOPPED = (
+    r"^[\d:-]+ [\d:]+ megarlhf: TERM came: saved and left after step (\d+) of 10\n"
+    r" +it goes on when it is started again$"
+)
 
 
 def a_time_limit_of_two_minutes(site: Site) -> None:
@@ -417,7 +423,7 @@ def four_nodes(site: Site) -> None:
 def a_pipeline(site: Site) -> None:
     """From a Hugging Face model to a PPO policy with pipeline_7b.sh, over smaller configurations of the same names; and
     once more, where the second of the four jobs fails."""
-    done = finish(sys.executable, "-m", "tools.convert", "megatron2hf", str(site.sft), str(site.root / "hf"))
+    done = finish(sys.executable, "-m", "megarlhf", "convert", "megatron2hf", str(site.sft), str(site.root / "hf"))
     assert done.returncode == 0, done.stderr
     prompts = {"path": str(site.root / "prompts.jsonl"), "length": 16}
     training = {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": 3}

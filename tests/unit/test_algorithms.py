@@ -28,10 +28,12 @@ from megarlhf.algorithms.ppo import (
     whiten_minibatch,
 )
 from megarlhf.algorithms.reward import best_of_loss, final_scores, log_exp_loss, normalisation, pairwise_loss
-from megarlhf.batch import Comparisons, Experience, Rollout, Scores, Signals
+from megarlhf.algorithms.supervised import perplexity, ptx_loss, sft_loss
+from megarlhf.batch import Comparisons, Experience, Rollout, Scores, Sequences, Signals
 from megarlhf.config import UserError
 from megarlhf.metrics import Max, Mean, Min, Variance
 from megarlhf.optim import OptimizerConfig
+from megarlhf.train.guard import GuardConfig, refusal
 from tests.scoring import row_ids
 
 ROWS, LENGTH = 8, 6
@@ -489,6 +491,12 @@ def test_objective(mask):
     assert found.keys() == {f"objective/{name}" for name in expected}
     for name, value in expected.items():
         close(found[f"objective/{name}"], value)
+    # Also if it is in the loss, where no reward has it; of k1, whatever the estimator of the loss.
+    for estimator in ("k2", "k3", "exact"):
+        in_loss = KLConfig(place="loss", estimator=estimator)
+        found = values_of(objective(rollout, scores, replace(signals, kl=None), kl_coef=0.15, config=in_loss))
+        close(found["objective/non_score_reward"], -0.15 * np.mean(kl))
+        close(found["objective/scores_total"], expected["scores"] - 0.15 * np.mean(kl))
 
 
 def test_the_originals_values():
@@ -748,6 +756,20 @@ def test_normalisation():
             normalisation(scores)
 
 
+# ------------------------------------------------------------------------------------------------ text
+
+
+def test_losses_of_text():
+    """Means over counted tokens; that of pretraining text counts no tokens of its own, and its metric has no scale."""
+    rows = Sequences(torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64), STOPPED)
+    logprobs = -normal(ROWS, LENGTH).abs()
+    mean = -np.mean(counted(logprobs, STOPPED))
+    total, count, found = sft_loss({"logprobs": logprobs}, rows)
+    close([total / count, values_of(found)["loss"], math.log(perplexity({"loss": mean})["perplexity"])], [mean] * 3)
+    scaled, none, found = ptx_loss({"logprobs": logprobs}, rows, scale=0.3)
+    close([scaled, none, values_of(found)["ppo/loss/ptx"]], [0.3 * total, 0, mean])
+
+
 # ------------------------------------------------------------------------------------------------ metrics
 
 
@@ -763,8 +785,17 @@ def test_metrics_add_up():
     expected = {"mean": np.mean(values), "var": np.var(values), "max": max(values), "min": min(values)}
     close([found[name].value for name in expected], list(expected.values()))
     assert math.isnan(Mean(0, 0).value) and math.isnan(Variance(0, 0, 0).value)
+    assert metrics.values({"no": Mean(0, 0), "none": Variance(0, 0, 0), "one": Mean(3, 2)}) == {"one": 1.5}
     for kind in (Max, Min):  # a NaN must not get lost
         assert math.isnan((kind(math.nan) + kind(1.0)).value) and math.isnan((kind(1.0) + kind(math.nan)).value)
+
+
+def test_a_mean_of_nothing_does_not_refuse_a_batch():
+    """As of a source all of whose numbers were replaced by the penalty."""
+    means = {"objective/kl": Mean(6.0, 2), "scores/a/mean": Mean(0.0, 0), "scores/a/var": Variance(0.0, 0.0, 0)}
+    assert refusal(means, GuardConfig()) is None
+    assert "scores/a/mean is not finite" in refusal(means | {"scores/a/mean": Mean(math.nan, 2)}, GuardConfig())
+    assert "objective/kl is 3.0, beyond" in refusal(means, GuardConfig(max_kl=2.0))
 
 
 def test_variance_of_ratios_near_one():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -36,6 +38,17 @@ def test_a_stage_that_fails_keeps_its_figures_and_stops_no_other(tmp_path, monke
     assert len(table) == 2 + 5 + 4 and all(line.count("|") == 5 for line in table)
     assert "|  | a copy | 2.5 GB/s |  |" in table
     assert "no driver" in capsys.readouterr().out
+
+
+def test_packages_of_a_site_count_as_installed(tmp_path, monkeypatch):
+    """The tests need pytest, which a machine may have in the packages that it is given alone."""
+    arguments, path = argparse.Namespace(minutes=1, trl=None), [str(tmp_path)]
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    assert gpu.missing("tests", arguments, 60, path) == "pytest is not installed, nor in the packages of --site"
+    (tmp_path / "pytest").mkdir()
+    (tmp_path / "pytest" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert gpu.missing("tests", arguments, 60, path) == ""
 
 
 def test_a_test_that_was_ended_keeps_its_results():

@@ -22,6 +22,7 @@ from megarlhf.cluster import channel
 from megarlhf.cluster.channel import Channel, Lines
 from megarlhf.config import UserError
 from tests.e2e.runs import start
+from tests.ranks import ROOT
 
 SECRET = secrets.token_hex(32)
 LONG = 120  # seconds to wait for what takes as long as the machine is busy
@@ -309,3 +310,23 @@ def test_a_line_is_bounded_and_a_message_is_its_writers(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARLHF_SECRET", SECRET)
     with pytest.raises(UserError, match="is not the one of rank 0"):
         channel.read_secret(tmp_path, channel.fingerprint(b"another"))
+
+
+def test_ranks_that_have_not_come_are_named_while_the_others_wait(tmp_path):
+    """After a while, again when it has doubled, and when the job ends."""
+    code = (
+        "import pathlib; from megarlhf.cluster import hub; hub.FIRST_NOTE = 0.4\n"
+        f"job, directory = hub.JobConfig(join_minutes=0.05), pathlib.Path({str(tmp_path)!r})\n"
+        "hub.Hub('127.0.0.1', 'n', 3, b's', job, directory, timeout=9, interval=0.1).join()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+    )  # fmt: skip
+    assert done.returncode == 2
+    *notes, last = filter(None, done.stderr.splitlines())
+    assert 1 <= len(notes) <= 3, done.stderr
+    for note in notes:
+        assert note.startswith("megarlhf: ranks 0-2 of 3 have not come after 0.0"), note
+        assert note.endswith(" minutes; waiting for them until 0.05 (job.join_minutes)"), note
+    assert last.startswith("megarlhf: error: ranks 0-2 did not come within 0.05 minutes; look for")

@@ -327,7 +327,7 @@ def test_pairs_of_public_shapes(hf, tmp_path):
         (asked, "Four.<|im_end|>"), (asked, "Five.<|im_end|>"), (talk, " It is slow.<|im_end|>"),
         (talk, " It sings.<|im_end|>"),
     ]  # fmt: skip
-    assert not report.bad and report.num_prompts == 2 and not data.margins.any()
+    assert not report.bad.count and report.num_prompts == 2 and not data.margins.any()
     last, _ = load_pairs(path, hf, counted="last")  # a reward model reads the score at EOS, where the policy stops
     assert [last.row(k)[0][-1] for k in range(4)] == [hf.eos_id] * 4
     assert [last.row(k)[1].nonzero()[0].tolist() for k in range(4)] == [[size - 1] for size in last.lengths]
@@ -339,7 +339,7 @@ def test_texts_as_messages(hf, tmp_path):
     paths = [write(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate([[text, HH], [ULTRAFEEDBACK, HH]])]
     plain, _ = load_pairs(paths[0], hf)
     data, report = load_pairs(paths[0], hf, chat=True)
-    assert not report.bad and counted_texts(data, hf)[:2] == counted_texts(load_pairs(paths[1], hf)[0], hf)[:2]
+    assert not report.bad.count and counted_texts(data, hf)[:2] == counted_texts(load_pairs(paths[1], hf)[0], hf)[:2]
     four, five = said("assistant", "Four."), said("assistant", "It sings.")
     want = encode(hf, None, {"chosen": [USER, four, SEA, SLOW], "rejected": [USER, four, SEA, five]})
     assert [data.row(k)[0].tolist() for k in (2, 3)] == [one.ids for one in want] != plain.row(2)[0].tolist()
@@ -382,7 +382,7 @@ def test_best_of_messages(hf, tmp_path):
 def test_equal_answers_are_dropped_and_bad_lines_named(hf, made, tmp_path):
     equal = {"prompt": [USER], "chosen": [FOUR], "rejected": [USER, FOUR]}
     path = write(tmp_path / "x.jsonl", [ULTRAFEEDBACK, equal])
-    assert load_pairs(path, hf)[1].dropped == (2,)
+    assert load_pairs(path, hf)[1].dropped.first == (f"{path}:2",)
     for row, message in {
         "assistant": ({**ULTRAFEEDBACK, "prompt": [USER, FOUR]}, "'prompt' ends with the assistant's message"),
         "role": ({**ULTRAFEEDBACK, "chosen": [said("gpt", "a")]}, "'chosen': message 1: unknown role 'gpt'"),

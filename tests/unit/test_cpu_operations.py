@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megarlhf.cluster import backend
 from megarlhf.cpu import operations as cpu
+from megarlhf.cpu import speed
 
 
 def turned(t, freqs):
@@ -58,7 +60,10 @@ def test_gradients_that_go_to_main_grad(kind):
     torch.testing.assert_close(weight.main_grad, expected, rtol=0, atol=1e-6)
     assert weight.grad_added_to_main_grad
 
-    x, total = torch.randn(5, 4, generator=generator).to(kind), torch.ones(3, 4)
-    d = torch.randn(5, 3, generator=generator).to(kind)
-    cpu.wgrad_gemm_accum_fp32(x, d, total)
-    torch.testing.assert_close(total.double(), 1 + d.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+
+def test_bf16_on_a_cpu_is_remarked_on():
+    (said,) = backend.remarks(torch.bfloat16, "model.dtype")
+    assert said.startswith("model.dtype: bf16 is slow on most CPUs, ")
+    assert said.endswith("model.dtype=fp32 is the usual choice")
+    assert not backend.remarks(torch.float32, "model.dtype")
+    assert 0.05 < speed.bf16_to_fp32() < 100

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megarlhf.cluster import cuda, device, operations
+from megarlhf.cluster import cuda, device, operations, weight_gradients
 from megarlhf.cluster.launch import Rendezvous
 from megarlhf.config import UserError
 from tests.ranks import ENVIRONMENT, ROOT
@@ -98,6 +98,39 @@ def package(root, name: str, code: str) -> None:
     (root / name / "__init__.py").write_text(code + "\n")
 
 
+def test_weight_gradients_are_fused_with_and_without_apex(tmp_path):
+    """On a GPU; a CPU has no use for apex's kernel."""
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("wgrad_gemm_accum_fp32 = 'apex'\n")
+    chosen = (
+        "import sys, torch\n"
+        "from megarlhf.cluster import backend, weight_gradients\n"
+        "backend.install()\n"  # as on a CPU: megatron's layers find what was installed
+        "from megatron.core.tensor_parallel import layers\n"
+        "assert layers._grad_accum_fusion_available\n"
+        "print(layers.fused_weight_gradient_mlp_cuda.__name__)\n"
+        "del sys.modules[weight_gradients.APEX]\n"
+        "weight_gradients.on_cuda = lambda: True\n"
+        "weight_gradients.install()\n"
+        "import fused_weight_gradient_mlp_cuda as found\n"
+        "print(found.__name__, weight_gradients.kind())"
+    )
+    ours = weight_gradients.__name__
+    for path, on_gpu in ((f"{tmp_path}:{ROOT}", f"{weight_gradients.APEX} apex's kernel"),
+                         (str(ROOT), f"{ours} megarlhf's products")):  # fmt: skip
+        done = python(chosen, PYTHONPATH=path)
+        assert done.stdout.splitlines() == [ours, on_gpu], done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_weight_gradient_is_added(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(96, size, generator=generator).to(dtype) for size in (24, 40))
+    total = torch.randn(40, 24, generator=generator)
+    expected = total.double() + d.double().t() @ x.double()
+    weight_gradients.wgrad_gemm_accum_fp32(x, d, total)
+    torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("local_rank", "ranks", "visible", "expected"),
     [(3, 8, 8, 3), (1, 2, 8, 1), (0, 1, 1, 0), (3, 4, 1, 0)],
@@ -149,3 +182,14 @@ def test_float32_has_megatrons_layers(monkeypatch):
     """Transformer Engine would multiply in TF32."""
     monkeypatch.setattr(device, "on_cuda", lambda: True)
     assert not device.uses_transformer_engine(torch.float32)
+
+
+def test_weight_gradients_are_ours_also_if_megatron_came_first():
+    code = (
+        "import megatron.core.tensor_parallel.layers as layers\n"
+        "from megarlhf.cluster import backend\n"
+        "backend.install()\n"
+        "print(layers._grad_accum_fusion_available, layers.fused_weight_gradient_mlp_cuda.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "megarlhf.cluster.weight_gradients"], done.stderr

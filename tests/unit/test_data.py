@@ -12,7 +12,8 @@ import torch
 from megarlhf import config as configuration
 from megarlhf.config import UserError
 from megarlhf.data.loader import Loader, permutation
-from megarlhf.data.sft import SFTDataConfig, load_sft, pack
+from megarlhf.data.packing import first_fit
+from megarlhf.data.sft import SFTDataConfig, load_sft
 from megarlhf.data.tokenizer import check_vocabulary, load_tokenizer
 from megarlhf.stream import num_tokens
 from tests.ranks import ROOT
@@ -341,7 +342,11 @@ def test_long_examples_are_cut_or_dropped_and_reported(hf, tmp_path):
     path = write(tmp_path / "x.jsonl", rows)
     examples, report = load(path, hf, max_length=12)
     short = examples.lengths[0]
-    assert examples.lengths.tolist() == [short, 12, short] and report.truncated == (2,) and report.dropped == (3,)
+    assert (
+        examples.lengths.tolist() == [short, 12, short]
+        and report.truncated.first == (f"{path}:2",)
+        and report.dropped.first == (f"{path}:3",)
+    )
     assert examples.row(2)[0].tolist() == examples.row(0)[0].tolist()
     assert examples.row(2)[1].tolist() == examples.row(0)[1].tolist()
     assert examples.row(0)[0][-1] == hf.eos_id and hf.eos_id not in examples.row(1)[0]
@@ -379,14 +384,14 @@ def test_malformed_lines(hf, tmp_path, line):
     assert message.startswith(f"{path}:3: ") and BAD[line] in message and "\n" not in message
     assert "1 of 3 lines are malformed, more than max_bad_fraction 0.01 allows; mend them or raise it" in message
     examples, report = load(path, hf, max_bad_fraction=0.5)
-    assert len(examples) == 2 and [number for number, _ in report.bad] == [3]
+    assert len(examples) == 2 and report.bad.count == 1
     assert f"1 malformed and skipped ({path}:3: " in report.summary() and "\n" not in report.summary()
 
 
 def test_bytes_that_are_not_text(hf, tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n{"text": "caf\xc3\xa9"}\n')
     examples, report = load(str(tmp_path / "x.jsonl"), hf, max_bad_fraction=1.0)
-    assert report.bad == ((2, "not UTF-8 (byte 14)"),) and hf.decode(examples.row(1)[0][1:-1]) == "café"
+    assert report.bad.first[0].endswith(":2: not UTF-8 (byte 14)") and hf.decode(examples.row(1)[0][1:-1]) == "café"
 
 
 def test_files_that_cannot_be_read(hf, sp, tmp_path):
@@ -440,7 +445,9 @@ def test_packing_keeps_every_example_whole(tokenizer, text_rows):
 
 def test_packing_is_first_fit(sp, text_rows):
     plain, _ = load(text_rows, sp)
-    packed = pack(plain, 50)
+    order, counts = first_fit(plain.lengths, 50)
+    ends = np.cumsum(counts)
+    packed = [plain.lengths[order[end - count : end]].tolist() for end, count in zip(ends, counts, strict=True)]
     rows: list[list[int]] = []  # lengths, by the definition
     for length in plain.lengths.tolist():
         fitting = [row for row in rows if sum(row) + length <= 50]
@@ -448,7 +455,7 @@ def test_packing_is_first_fit(sp, text_rows):
             fitting[0].append(length)
         else:
             rows.append([length])
-    assert [np.bincount(packed.row(k)[2])[1:].tolist() for k in range(len(packed))] == rows
+    assert packed == rows
 
 
 # -------------------------------------------------------------------------------------------------- loader
@@ -560,6 +567,6 @@ def test_prepared_public_data(shared, tmp_path):
         command = [sys.executable, ROOT / "examples/prepare_sft.py", kind, shared / "data" / source, target]
         subprocess.run(command, check=True)
         examples, report = load(str(target), tokenizer, max_length=2048)
-        assert len(examples) == count and not report.bad and not report.truncated
+        assert len(examples) == count and not report.bad.count and not report.truncated.count
     tokens, mask, _ = examples.row(0)
     assert tokenizer.decode(tokens[mask]).endswith("#### 18</s>")

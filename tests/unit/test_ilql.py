@@ -1,6 +1,7 @@
 """ILQL's loss against plain loops in float64, on tables whose values are known, and the files that it reads."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -96,6 +97,34 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop(config):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
         assert theirs.abs().max() > 0.1
     assert not found[0][~rows.mask].any()
+
+
+def test_the_metrics_are_means_over_counted_tokens():
+    """Each of docs/metrics.md, token by token."""
+    config = ILQLConfig(tau=0.9, gamma=0.8, cql_coef=0.3, awac_coef=0.7, awac_beta=0.5)
+    states, weights, rows = given()
+    outputs = {name: value.double() for name, value in outputs_of(states, weights, rows).items()}
+    _, _, metrics = ilql_loss(outputs, rows, config=config)
+    found = {name: (total / count).item() for name, (total, count) in metrics.items()}
+    per_token = []
+    for row, (first, end) in enumerate(SPANS):
+        for j in range(first, end):
+            one = {name: value[row, j].item() for name, value in outputs.items()}
+            following = outputs["values"][row, j + 1].item() if j + 1 < end else 0.0
+            target = rows.rewards[row, j].item() + 0.8 * following
+            lead = one["slow_q"] - one["values"]
+            q = (one["q1"] - target) ** 2 + (one["q2"] - target) ** 2
+            v = abs(0.9 - (lead < 0)) * lead**2
+            cql = -0.3 * (one["q1_logprobs"] + one["q2_logprobs"])
+            awac = -0.7 * math.exp(0.5 * lead) * one["logprobs"]
+            per_token.append({
+                "loss": q + v + cql + awac, "loss/q": q, "loss/v": v, "loss/cql": cql, "loss/awac": awac,
+                "mean/value": one["values"], "mean/q": one["slow_q"], "mean/advantage": lead,
+                "mean/logprob": one["logprobs"],
+            })  # fmt: skip
+    assert found.keys() == per_token[0].keys()
+    for name, value in found.items():
+        assert value == pytest.approx(sum(token[name] for token in per_token) / len(per_token), rel=1e-7), name
 
 
 def test_what_does_not_count_changes_nothing():
@@ -264,7 +293,7 @@ def test_options_and_rows_that_are_too_long(tokenizer, tmp_path):  # noqa: F811
     path = write(tmp_path / "x.jsonl", [{"q": "The", "a": " sea", "r": 2}, {"q": "The", "a": " sea" * 30, "r": 1}])
     keys = dict(prompt_key="q", response_key="a", reward_key="r")
     data, report = load(path, tokenizer, max_length=12, add_bos=False, add_eos=False, **keys)
-    assert len(data) == 1 and tokenizer.decode(data.row(0)[0]) == "The sea" and report.dropped == (2,)
+    assert len(data) == 1 and tokenizer.decode(data.row(0)[0]) == "The sea" and report.dropped.first[0].endswith(":2")
     assert f"1 dropped (more than 12 tokens) ({path}:2)" in report.summary()
     with pytest.raises(UserError, match="0 responses, 0 tokens; 2 dropped.*no response is left: give a file"):
         load(path, tokenizer, max_length=2, **keys)

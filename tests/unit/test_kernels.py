@@ -44,6 +44,13 @@ def test_linear(selection, dtype):
         cases.check_linear_kl("torch", vocabulary, dtype, selection)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_capped_logits(dtype):
+    for selection in cases.SELECTIONS:
+        cases.check_linear("torch", 257, dtype, selection, softcap=2.0)
+        cases.check_linear_kl("torch", 257, dtype, selection, softcap=2.0)
+
+
 def test_many_blocks(monkeypatch):
     """Small blocks: the rows are cut where a large vocabulary would cut them."""
     monkeypatch.setitem(torch_rows.BLOCK_BYTES, "cpu", 4 * 257 * 3)
@@ -82,12 +89,20 @@ def test_gradcheck():
     hidden = torch.randn(3, 2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 4, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    def linear(h, w):
+    def linear(h, w, cap):
         return kernels.linear_logprobs(
-            h, w, labels, rows=slice(1, 6), chunk_rows=2, temperature=0.7, with_entropy=True, vocab_size=9
+            h, w, labels, rows=slice(1, 6), chunk_rows=2, temperature=0.7, with_entropy=True, vocab_size=9, softcap=cap
         )
 
-    assert torch.autograd.gradcheck(linear, (hidden, weight))
+    def divergence(h, w, cap):
+        return kernels.linear_policy_ref_kl(
+            h, w, states, rows_of_ref, rows=slice(1, 6), chunk_rows=2, temperature=0.7, vocab_size=9, softcap=cap
+        )
+
+    states, rows_of_ref = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (5, 11))
+    for cap in (None, 1.5):
+        assert torch.autograd.gradcheck(linear, (hidden, weight, cap))
+        assert torch.autograd.gradcheck(divergence, (hidden, weight, cap))
 
 
 def test_entropy_as_a_metric():

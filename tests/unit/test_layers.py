@@ -18,14 +18,15 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("train",),
-    ("experience",),
+    ("plan",),
+    ("experience", "convert"),
     ("models",),
     ("data", "engine", "checkpoint"),
     ("optim", "stream"),
     ("algorithms", "cluster", "report"),
     ("batch", "kernels", "metrics", "log"),
-    ("cpu",),
-    ("records",),
+    ("cpu", "trackers"),
+    ("records", "console"),
     ("config",),
 )
 HEIGHT = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
@@ -150,10 +151,11 @@ def test_what_the_package_imports_is_declared():
     settings.read(ROOT / "setup.cfg")
     lists = [
         settings["options"]["install_requires"],
-        *(settings["options.extras_require"][x] for x in ("gpu", "mpi", "wandb")),
+        *(settings["options.extras_require"][x] for x in ("gpu", "mpi", "wandb", "arrow", "mlflow")),
     ]
     declared = {re.split(r"[^\w-]", line.strip())[0].lower() for text in lists for line in text.split("\n")}
-    provides = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine"}
+    provides = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine",
+                "mlflow-skinny": "mlflow"}  # fmt: skip
     known = {provides.get(name, name.replace("-", "_")) for name in declared} | {*sys.stdlib_module_names, "megarlhf"}
     known |= {"tokenizers", "huggingface_hub", "apex", "triton"}
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")]

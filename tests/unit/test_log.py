@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import resource
 import subprocess
@@ -11,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf import records
+from megarlhf import records, trackers
 from megarlhf.config import UserError
-from megarlhf.log import Log, check_wandb
+from megarlhf.log import Log
+from megarlhf.trackers import MLflow, WandB
 from tests.ranks import ROOT
 
 
@@ -67,6 +70,34 @@ def test_what_tensorboard_reads(tmp_path):
     assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
     assert events.Scalars("loss")[4].value == pytest.approx(0.2)
     assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+def test_a_distribution_is_numbers_and_a_histogram(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with log(tmp_path) as out:
+        out.distribution("samples/score", [0.1234567, math.nan, 2.0, 2.0], 1)
+        out.distribution("samples/other", [math.inf], 1)
+    row = {"step": 1, "name": "samples/score", "values": [0.123457, 2.0, 2.0]}
+    assert json.loads((tmp_path / "scores.jsonl").read_text()) == row
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["histograms"] == ["samples/score"]
+    assert events.Histograms("samples/score")[0].histogram_value.num == 3
+
+
+def test_odd_values_of_a_distribution_do_not_end_a_run(tmp_path):
+    """Equal ones, ones that differ by a rounding (too near for bins between them), and outliers."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    odd = [[1.0], [2.0] * 9, [0.3, 0.1 + 0.2], [0.0, 1e-45], [*map(float, range(99)), 3e38], [-3e38, 3e38]]
+    with log(tmp_path) as out:
+        for place, values in enumerate(odd):
+            out.distribution(f"score {place}", values, 1)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for place, values in enumerate(odd):
+        (event,) = events.Histograms(f"score {place}")
+        assert sum(event.histogram_value.bucket) == len(values)
+        assert len(event.histogram_value.bucket) <= len(values) + 1
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path):
@@ -221,18 +252,44 @@ def test_a_file_is_replaced_or_stays(tmp_path):
         records.replace(tmp_path / "none" / "x", "")
 
 
-def test_wandb(tmp_path):
-    """One run of W&B's over all starts, unless a run begins anew."""
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
+def test_wandb(tmp_path, monkeypatch):
+    """One run of W&B's over all starts, unless a run begins anew; with its name, its team and its tags."""
+    given = WandB("project", entity="team", name="first try", tags=("a", "b"))
+    if importlib.util.find_spec("wandb") is None:
         with pytest.raises(UserError, match="log.wandb: wandb is not installed; pip install wandb"):
-            check_wandb("project")
+            trackers.check((given,))
         pytest.skip("wandb is not installed: its runs over restarts were not tried")
-    os.environ["WANDB_MODE"] = "offline"
+    monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for start in (0, 2, 4, 0):
-        with log(tmp_path, start, wandb="project") as out:
-            ids.append(out.wandb.id)
+        with log(tmp_path, start, trackers=[given]) as out:
+            run = out.trackers["W&B"].run
+            ids.append(run.id)
+            assert (run.project, run.entity, run.name, run.tags) == ("project", "team", "first try", ("a", "b"))
             write(out, start + 1, start + 2)
+            assert out.trackers  # nothing failed
     assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
+def test_mlflow(tmp_path, monkeypatch):
+    """The same with MLflow, whose numbers are those of metrics.jsonl."""
+    given = MLflow("project", name="first try", tags=("a",))
+    if importlib.util.find_spec("mlflow") is None:
+        with pytest.raises(UserError, match="log.mlflow: mlflow is not installed; pip install mlflow"):
+            trackers.check((given,))
+        pytest.skip("mlflow is not installed: its runs over restarts were not tried")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'server'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    ids = []
+    for start in (0, 2, 0):
+        with log(tmp_path / "run", start, trackers=[given]) as out:
+            client = out.trackers["MLflow"].client
+            ids.append(out.trackers["MLflow"].run_id)
+            out.record(start + 1, {"evaluation/pass@8": 0.5, "odd": float("nan")})
+            out.table("samples", [{"prompt": "a", "score": 1.0}], start + 1)
+            assert out.trackers
+    assert ids[0] == ids[1] != ids[2]
+    run = client.get_run(ids[0])
+    assert run.info.run_name == "first try" and "a" in run.data.tags and run.info.status == "FINISHED"
+    history = client.get_metric_history(ids[0], "evaluation/pass_at_8")
+    assert sorted((point.step, point.value) for point in history) == [(1, 0.5), (3, 0.5)]

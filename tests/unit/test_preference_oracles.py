@@ -171,7 +171,7 @@ def test_pairs_as_a_loop(loss, how, nll):
     options |= {} if nll is None else {"nll_normalization": nll}
     rows = pairs(torch.cat([MASK, torch.zeros_like(MASK[:2])]))  # the last pair pads the batch
     policy, reference = (torch.cat([GIVEN[x], torch.zeros(2, COLUMNS)]).double() for x in ("policy", "reference"))
-    total, losses, chosen_nll = 0.0, [], []
+    total, losses, chosen_nll, kinds = 0.0, [], [], {"logprobs": [], "logratios": []}
     for first in range(0, ROWS, 2):
         sums = [policy[i][MASK[i]].sum().item() for i in (first, first + 1)]
         base = [reference[i][MASK[i]].sum().item() for i in (first, first + 1)]
@@ -179,6 +179,8 @@ def test_pairs_as_a_loop(loss, how, nll):
         values = [s - b for s, b in zip(sums, base, strict=True)] if FORMS[loss].reference else sums
         if how == "mean":
             values = [value / size for value, size in zip(values, sizes, strict=True)]
+        kinds["logratios"].append(values)
+        kinds["logprobs"].append([s / n for s, n in zip(sums, sizes, strict=True)] if how == "mean" else sums)
         losses.append(slow(loss, 0.4, *values))
         chosen_nll.append((-sums[0], sizes[0]))
     total = sum(losses) / len(losses)
@@ -191,6 +193,15 @@ def test_pairs_as_a_loop(loss, how, nll):
     assert not gradient[~rows.mask].any() and torch.isfinite(gradient).all()
     if nll is not None:
         assert metrics["loss/preference"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+        # before its coefficient
+        assert metrics[f"loss/nll_{nll}"] == pytest.approx((total - sum(losses) / len(losses)) / 0.7, rel=1e-9)
+    leads = [c - r for c, r in kinds["logratios"]]
+    assert metrics["margins"] == pytest.approx(0.4 * sum(leads) / len(leads), rel=1e-9)
+    assert metrics["accuracy"] == pytest.approx(sum(lead > 0 for lead in leads) / len(leads))
+    for kind in ("logprobs", "logratios") if FORMS[loss].reference else ("logprobs",):
+        for place, name in enumerate(("chosen", "rejected")):
+            mean = sum(values[place] for values in kinds[kind]) / len(leads)
+            assert metrics[f"{kind}_{how}/{name}"] == pytest.approx(mean, rel=1e-9)
     assert (f"logratios_{how}/chosen" in metrics) == FORMS[loss].reference and f"logprobs_{how}/chosen" in metrics
 
 

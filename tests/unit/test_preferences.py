@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarlhf import cli
 from megarlhf import config as configuration
 from megarlhf.algorithms.reward import best_of_loss, log_exp_loss, pairwise_loss
 from megarlhf.batch import Comparisons
@@ -106,7 +107,7 @@ def test_what_is_too_long_or_alike(tokenizer, tmp_path):
     ]
     path = write(tmp_path / "x.jsonl", rows)
     data, report = load(path, tokenizer, max_length=12)
-    assert len(data) == 4 and report.truncated == (2,) and report.dropped == (3, 4, 5)
+    assert len(data) == 4 and report.truncated.first[0].endswith(":2") and report.dropped.count == 3
     assert data.lengths.max() == 12 and data.row(2)[0][-1] != tokenizer.eos_id and data.row(2)[1].tolist()[-1]
     summary = (
         f"1 cut to 12 tokens ({path}:2); 3 dropped (better and worse responses alike) ({path}:3, {path}:4, {path}:5)"
@@ -117,7 +118,7 @@ def test_what_is_too_long_or_alike(tokenizer, tmp_path):
     # of four, two that were not told apart may be alike
     four = {"prompt": "The", "responses": [" sea", " dog", " fox", " dog"], "label": 0}
     path = write(tmp_path / "z.jsonl", [four, {**four, "label": 1}])
-    assert load(path, tokenizer, num_responses=4)[1].dropped == (2,)
+    assert load(path, tokenizer, num_responses=4)[1].dropped.first == (f"{path}:2",)
 
 
 PAIR = '{"prompt": "a", "chosen": "b", "rejected": "c"'
@@ -162,7 +163,7 @@ def test_malformed_lines(tokenizer, tmp_path, line):
     assert message.startswith(f"{path}:3: ") and {**BAD_PAIRS, **BAD_FOURS}[line] in message and "\n" not in message
     assert "1 of 3 lines are malformed, more than max_bad_fraction 0.01 allows; mend them or raise it" in message
     data, report = load(path, tokenizer, num_responses=size, max_bad_fraction=0.5)
-    assert len(data) == 2 * size and [number for number, _ in report.bad] == [3]
+    assert len(data) == 2 * size and ":3: " in report.bad.first[0]
 
 
 def test_a_single_token_has_no_score(tokenizer, tmp_path):
@@ -310,3 +311,12 @@ def test_the_scale_of_an_nll_per_token(tokenizer, pairs):
             for expected, parts in together:
                 assert {part.nll_scale for part in parts} == {expected.nll_scale}
                 assert expected.nll_scale == pytest.approx(scale)
+
+
+def test_a_cache_is_not_of_a_quantized_model():
+    given = ["run=r", "model.checkpoint=c", "data.train=t", "reference.cache=d"]
+    for program in ("dpo", "kto"):
+        found = cli.find(program)
+        found.load(None, [*given, "model.lora.rank=4"])
+        with pytest.raises(UserError, match="reference.cache: would hold the log-probs of the unquantized model"):
+            found.load(None, [*given, "model.lora.quantization=nf4"])

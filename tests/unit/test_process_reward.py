@@ -215,7 +215,7 @@ def test_a_cut_takes_labels_with_their_texts(tokenizer, tmp_path):
         assert cut.mask.nonzero()[0].tolist() == [end for end in ends if end < length]
         assert cut.labels.tolist() == whole.labels[:length].tolist()
         assert cut.decided.tolist() == [length == total]
-        assert report.truncated == ((1,) if length < total else ())
+        assert report.truncated.count == (length < total)
 
 
 def test_rows_without_labels_are_dropped_and_others_reported(tokenizer, tmp_path):
@@ -226,7 +226,7 @@ def test_rows_without_labels_are_dropped_and_others_reported(tokenizer, tmp_path
     ]
     path = write(tmp_path / "x.jsonl", rows)
     examples, report = load(path, tokenizer, separator=";")
-    assert len(examples) == 2 and report.unlabelled == (1,) and report.joined == (2,)
+    assert len(examples) == 2 and report.unlabelled.first[0].endswith(":1") and report.joined.first[0].endswith(":2")
     assert examples.decided.tolist() == [True, False]
     assert f"1 dropped (no labelled step) ({path}:1); 1 with the separator within a step ({path}:2)" in report.summary()
 
@@ -261,7 +261,7 @@ def test_bad_lines(tokenizer, tmp_path, name):
         load(path, tokenizer)
     assert str(refused.value).startswith(f"{path}:2: {expected}") and "\n" not in str(refused.value)
     examples, report = load(path, tokenizer, max_bad_fraction=0.5)
-    assert len(examples) == 1 and report.bad[0][0] == 2
+    assert len(examples) == 1 and ":2: " in report.bad.first[0]
 
 
 def test_bad_files_and_configurations(tokenizer, tmp_path):
@@ -379,7 +379,7 @@ def same_ends(tokenizer, path):
     count = len(tokenizer.encode("Two plus two:"))
     for separator in ("\n", "\n\n", "; "):
         examples, report = load(write(path, rows), tokenizer, separator=separator, add_bos=False)
-        assert not report.joined
+        assert not report.joined.count
         for row in range(len(examples)):
             tokens, mask, _ = examples.row(row)
             text = "Two plus two:" + separator.join(rows[row]["steps"])

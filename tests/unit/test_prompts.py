@@ -37,29 +37,39 @@ def shown(tokenizer, prompts):
 
 
 def test_prompts_keep_their_beginning(load, tokenizer):
-    prompts, report = load(length=8)
+    prompts, report = load(length=8, truncate="end")
     whole = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in TEXTS]
     assert [ids.tolist() for ids in prompts.tokens] == [ids[:8] for ids in whole]
     long = [line for line, ids in enumerate(whole, start=1) if len(ids) > 8]
-    assert long and report.truncated == tuple(long)
-    assert f"{len(long)} cut to 8 tokens ({report.path}:{long[0]}" in report.summary()
-    assert prompts.texts == TEXTS
+    assert long and report.truncated.count == len(long) and report.truncated.first[0].endswith(f":{long[0]}")
+    assert f"{len(long)} cut at the end to 8 tokens ({report.path}:{long[0]}" in report.summary()
+    assert list(prompts.texts) == TEXTS
 
 
 def test_prompts_may_keep_their_end(load, tokenizer):
-    prompts, _ = load(length=8, truncate="start")
+    prompts, report = load(length=8)  # the default
     assert [ids.tolist() for ids in prompts.tokens] == [
         [tokenizer.bos_id, *tokenizer.encode(text)[-7:]] for text in TEXTS
     ]
+    assert "cut at the start to 8 tokens" in report.summary()
     prompts, report = load(length=64, add_bos=False)
-    assert shown(tokenizer, prompts) == TEXTS and not report.truncated
+    assert shown(tokenizer, prompts) == TEXTS and not report.truncated.count
+
+
+def test_long_prompts_may_be_dropped(load, tokenizer):
+    prompts, report = load(length=8, truncate="drop")
+    whole = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in TEXTS]
+    assert [ids.tolist() for ids in prompts.tokens] == [ids for ids in whole if len(ids) <= 8]
+    long = tuple(line for line, ids in enumerate(whole, start=1) if len(ids) > 8)
+    assert long and (report.long.count, report.truncated.count) == (len(long), 0)
+    assert f"{len(long)} dropped (more than 8 tokens) ({report.path}:{long[0]}" in report.summary()
 
 
 def test_between_periods(load, tokenizer):
     """Detail P3: behind the first period, up to the last one that fits."""
     prompts, report = load(length=64, start_text=".", end_text=".", add_bos=False)
     assert shown(tokenizer, prompts) == [" Three four."]
-    assert report.dropped == (2, 3, 4) and "3 dropped (no start_text or end_text)" in report.summary()
+    assert report.dropped.count == 3 and "3 dropped (no start_text or end_text)" in report.summary()
 
 
 def test_left_padding_and_shares(load, tokenizer):
@@ -127,17 +137,36 @@ def test_conversations_are_rendered_with_the_generation_prompt(tmp_path):
     want = theirs.apply_chat_template(TALK, tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompts.tokens[0].tolist() == want == prompts.tokens[2].tolist() and want[0] == ours.bos_id != want[1]
     assert prompts.tokens[1].tolist() == [ours.bos_id, *ours.encode("The sea")]
-    assert prompts.records(range(3)) == rows and not report.bad
+    assert prompts.records(range(3)) == rows and not report.bad.count
     rendered = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
-    assert prompts.texts == [rendered.removeprefix("<s>"), "The sea", rendered.removeprefix("<s>")]
+    assert list(prompts.texts) == [rendered.removeprefix("<s>"), "The sea", rendered.removeprefix("<s>")]
     size = len(want)
     exact, _ = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=size))
     assert len(exact) == 3
     short, report = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=size - 1))
-    assert report.long == (1, 3) and len(short) == 1 and short.records([0]) == rows[1:2]
-    assert f"2 dropped (conversations of more than {size - 1} tokens) ({report.path}:1, " in report.summary()
+    assert (
+        [place[-2:] for place in report.long.first] == [":1", ":3"]
+        and len(short) == 1
+        and short.records([0]) == rows[1:2]
+    )
+    assert f"2 dropped (more than {size - 1} tokens) ({report.path}:1, " in report.summary()
     bare, _ = load_prompts(ours, PromptsConfig(str(tmp_path / "x.jsonl"), length=128), keep_records=False)
     assert bare.records([0]) == [{"prompt": prompts.texts[0]}]
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_half_a_surrogate_pair_beside_the_content_is_of_its_line(tmp_path, marks):
+    """Where the template writes it: no tokenizer can encode it. Elsewhere it reaches the record."""
+    template = CHATML.replace("m['content']", "m['content'] + (m['name'] or '')")
+    if marks:
+        template += "{% generation %}{% endgeneration %}"
+    row = {"messages": [{"role": "user", "content": "hi", "name": "\ud800"}], "other": "\ud800"}
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n' + json.dumps(row) + "\n")
+    config = PromptsConfig(str(tmp_path / "x.jsonl"))
+    with pytest.raises(UserError, match="x.jsonl:2: the chat template writes a key of a message that has half a surr"):
+        load_prompts(load_tokenizer(save_hf(tmp_path / "names", template)), config)
+    prompts, _ = load_prompts(load_tokenizer(save_hf(tmp_path / "plain", CHATML)), config)
+    assert prompts.records([1]) == [row]
 
 
 @pytest.mark.parametrize(
@@ -198,12 +227,12 @@ def test_programs_without_records_do_not_look_at_them(load):
     prompts, report = load(
         lines=['{"prompt": "a", "x": [NaN]}', json.dumps({"prompt": "b", "x": "y" * 2**24})], keep=False
     )
-    assert prompts.records([0, 1]) == [{"prompt": "a"}, {"prompt": "b"}] and not report.bad
+    assert prompts.records([0, 1]) == [{"prompt": "a"}, {"prompt": "b"}] and not report.bad.count
 
 
 def test_some_bad_lines_may_pass(load):
     prompts, report = load(lines=['{"prompt": "a"}', '{"prompt": ""}'], max_bad_fraction=0.5)
-    assert len(prompts) == 1 and report.bad == ((2, "'prompt' is empty"),)
+    assert len(prompts) == 1 and report.bad.first[0].endswith(":2: 'prompt' is empty")
 
 
 @pytest.mark.parametrize("fields", [dict(length=1), dict(max_bad_fraction=2.0)])

@@ -77,7 +77,8 @@ def test_what_is_too_long(tokenizer, tmp_path):  # noqa: F811
     good, bad = ({"prompt": "The", "response": " sea", "label": label} for label in (True, False))
     path = write(tmp_path / "x.jsonl", [good, bad, good | {"prompt": "The sea" * 20}, bad | {"response": " dog" * 30}])
     data, report = load(path, tokenizer, max_length=12)
-    assert report.crowded == (3,) and report.truncated == (4,) and data.lengths.max() == 12
+    assert report.crowded.first[0].endswith(":3") and report.truncated.first[0].endswith(":4")
+    assert data.lengths.max() == 12
     assert f"1 dropped (the prompt leaves no room) ({path}:3)" in report.summary()
     with pytest.raises(UserError, match="no rating is left: give a file that has some, or raise max_length"):
         load(write(tmp_path / "y.jsonl", [good | {"prompt": "The sea" * 20}]), tokenizer, max_length=12)

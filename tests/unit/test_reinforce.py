@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megarlhf import metrics
 from megarlhf.algorithms import reinforce
 from megarlhf.algorithms.kl import KLConfig
+from megarlhf.algorithms.policy_loss import ImportanceConfig
 from megarlhf.algorithms.reinforce import ReinforceConfig
+from megarlhf.algorithms.shaping import ShapingConfig
 from megarlhf.batch import Batch
 from tests.unit.test_algorithms import LENGTH, MASKS, ROWS, STOPPED, close, rollout_of
 from tests.unit.test_bandit import trained
@@ -32,6 +36,30 @@ def test_advantages(mask, estimator):
                 expected[b, t] += 0.9 ** (u - t) * -0.15 * kl
             expected[b, t] += 0.9 ** (length - 1 - t) * batch.scores.scores[b] - 0.7
     close(found.advantages, expected)
+
+
+@MASKS
+def test_metrics_of_length_importance_and_groups(mask):
+    """By hand: means over responses, over tokens with importance, and the share of responses in varied groups."""
+    rollout, scores, signals = rollout_of(mask)
+    accepted = torch.arange(ROWS) != 2  # has the penalty, which length does not change
+    scores = replace(scores, accepted=accepted, scores=torch.where(torch.arange(ROWS) < 4, 0.5, scores.scores))
+    rollout = replace(rollout, group_ids=torch.arange(ROWS) // 2, logprobs=0.9 * signals.logprobs)
+    shaping = ShapingConfig(overlong_buffer=2, overlong_penalty=0.6, length_penalty=0.01)
+    config = ReinforceConfig(advantage="rloo", shaping=shaping, importance=ImportanceConfig(), kl=KLConfig(coef=0.0))
+    extra = {name: torch.full((ROWS,), value).double() for name, value in (("rounds", 3.0), ("score", 0.25))}
+    found = metrics.of_loss(reinforce.objective(Batch(rollout, scores, signals, extra), STATE, config=config))
+    found = {name: metric.map(float).value for name, metric in found.items()}
+    taken, ratios = [], []
+    for b, length in enumerate(mask.sum(1).tolist()):
+        over = max(0, length - (LENGTH - 2))
+        taken.append((0.01 * length + 0.6 * over / 2) if accepted[b] else 0.0)
+        ratios += [math.exp(0.1 * signals.logprobs[b, t].item()) for t in range(length)]
+    close(found["objective/length_penalty"], sum(taken) / ROWS, 1e-6)
+    close(found["objective/importance"], sum(ratios) / len(ratios))
+    assert found["groups/varied"] == 0.5  # the first two groups have equal scores
+    assert (found["groups/rounds"], found["groups/score"]) == (3.0, 0.25)
+    close(found["objective/scores"], scores.scores.mean())  # before the penalties of length
 
 
 def test_the_gradient_is_reinforces_and_stays_within_the_mask():

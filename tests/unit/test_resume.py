@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from megarlhf.checkpoint import CheckpointConfig
 from megarlhf.config import UserError
-from megarlhf.train import setup
+from megarlhf.data.cache import Cache
+from megarlhf.data.sources import find
+from megarlhf.data.tables import Recipe, Table
+from megarlhf.train import same_data, setup
 
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -51,3 +55,27 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_again(tmp_path, every, l
             latest(tmp_path)
     else:
         assert latest(tmp_path) is None
+
+
+def test_data_that_changed_are_refused(tmp_path):
+    """Whatever they are called, and whenever they were written."""
+    step, data = tmp_path / "step_00000003", tmp_path / "a.jsonl"
+    step.mkdir()
+
+    def read() -> Cache:
+        cache = Cache(tmp_path / "cache")
+        cache.table(find(str(data)), Recipe("none", {}, lambda records: Table({}, {}, {})), Named())
+        return cache
+
+    class Named:
+        identity = "a tokenizer"
+
+    data.write_text('{"text": "a"}\n')
+    assert same_data.changed(read(), step) is None  # saved by an earlier version
+    (step / same_data.FILE).write_text(json.dumps(read().contents | {"gone.jsonl": "0"}))
+    data.touch()
+    assert same_data.changed(read(), step) is None
+    data.write_text('{"text": "b"}\n')
+    assert same_data.changed(read(), step).startswith(f"{data}: has changed since {step} was saved; restore it, or")
+    (step / same_data.FILE).write_text("[1]")
+    assert same_data.changed(read(), step).startswith(f"{step / 'data.json'}: damaged (TypeError)")

@@ -122,7 +122,10 @@ MISTAKES = {
         {"score": CHAIN["score"] | {"out": "x"}},
         "chain.yaml: section score: out is set by the chain; remove it",
     ),
-    "no EOS": ({"generate": {"prompts": {"path": "p.jsonl"}}}, "generate: sampler.stop_at_eos must be true"),
+    "no EOS": (
+        {"generate": {"prompts": {"path": "p.jsonl"}, "sampler": {"stop_at_eos": False}}},
+        "generate: sampler.stop_at_eos must be true",
+    ),
     "one sample": (
         {"generate": {"prompts": {"path": "p.jsonl"}, "sampler": {"stop_at_eos": True}}},
         "generate: sampler.samples_per_prompt must be at least 2 for pairs",

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megarlhf.kernels import sampling
 from megarlhf.kernels.noise import gumbel, philox
 from megarlhf.kernels.sampling import Draw, sample, torch_records
 from tests import reference
@@ -216,12 +217,31 @@ def check_triton(device):
                 assert torch.equal(found, got[here]), (vocab_size, options, step)
 
 
+def check_triton_thresholds(device):
+    """The filters' thresholds are torch's, bit for bit: ties, -inf, a width that is no multiple of a tile."""
+    from megarlhf.kernels import triton_sampling
+
+    logits = random_logits(6, 2500, scale=3.0)[:, :2500].to(device)
+    logits[0, 3:2000] = -torch.inf
+    logits[1, [5, 87, 90]] = 20.0
+    logits[2] = -logits[2].abs() - 100
+    logits[3] = logits[3].round()
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in (Draw(top_k=7), Draw(top_k=5000), Draw(top_p=0.8, temperature=0.3), Draw(top_k=40, top_p=0.5)):
+            want, found = (
+                sampling._threshold(logits.to(dtype), options, None, histogram_of)
+                for histogram_of in (sampling.torch_histogram, triton_sampling.triton_histogram)
+            )
+            assert torch.equal(want, found), (options, dtype, want, found)
+
+
 def test_triton_in_the_interpreter():
     pytest.importorskip("triton")
     run_python(
         "-c",
         "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from tests.unit.test_sampling import check_triton; check_triton('cpu')",
+        "from tests.unit import test_sampling as cases\n"
+        "cases.check_triton('cpu'); cases.check_triton_thresholds('cpu')",
     )
 
 
@@ -240,9 +260,13 @@ for logits, on in (("bf16", False), ("bf16", True), ("fp32", True)):
     found[f"pick {logits} {on}"] = measure(
         kernels.pick_kernel, logits, on, 1, kernels.PICK_WARPS, BLOCKS=1024, GREEDY=logits == "fp32", FIRST_STREAM=0,
         SECOND_STREAM=1, **flags)
+    for shift in (24, 0):
+        found[f"histogram {logits} {on} {shift}"] = measure(
+            kernels.histogram_kernel, logits, on, 1, kernels.HISTOGRAM_WARPS, SHIFT=shift, MASSES=on, FLOOR=on,
+            TILE=kernels.HISTOGRAM_TILE)
 print(json.dumps(found))
 """
     measured = json.loads(run_python("-c", code, TRITON_CACHE_DIR=str(tmp_path)))
-    assert len(measured) == 6
+    assert len(measured) == 12
     for name, cost in measured.items():
         assert cost["registers"] <= 128 and not (cost["stack"] or cost["local"] or cost["spills"]), (name, cost)

@@ -261,7 +261,7 @@ def load(tokenizer, path, rows, source, **options):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = configuration.from_dict(ScoringConfig, {"sources": [source]}, "here")
     return load_prompts(
-        tokenizer, PromptsConfig(str(path), **options), check_record=scoring.record_check(config)
+        tokenizer, PromptsConfig(str(path), **options), check_record=scoring.RecordCheck(config)
     )[0]  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def test_records_without_what_a_verifier_needs_are_refused_with_their_line(token
     rows, path = [GOOD, {"prompt": "slow"} | row], tmp_path / "prompts.jsonl"
     with pytest.raises(UserError, match=f"^{path}:2: {expected}.*; 1 of 2 lines are malformed"):
         load(tokenizer, path, rows, {"verify": kind})
-    assert load(tokenizer, path, rows, {"verify": kind}, max_bad_fraction=0.5).texts == ["the sea"]
+    assert [*load(tokenizer, path, rows, {"verify": kind}, max_bad_fraction=0.5).texts] == ["the sea"]
     assert len(load(tokenizer, path, rows, {"verify": "regex", "pattern": "a"})) == 2  # reads no record
 
 
@@ -332,3 +332,7 @@ def test_the_longest_time_of_a_batch(monkeypatch):
     assert config.names == ("code", "code-2", "exact", "exact-2", "regex")
     monkeypatch.setattr("megarlhf.experience.sandbox.workers", lambda: 4)
     assert scoring.longest_judging(config, rows=10) == 3 * (3 + 10) + 10 * (0.2 + 0.2)
+    for minutes in (0.1, 0.5, 1, 30):
+        most = scoring.most_rows(config, minutes)
+        assert scoring.longest_judging(config, most) < 60 * minutes <= scoring.longest_judging(config, most + 1)
+    assert scoring.most_rows(configuration.from_dict(ScoringConfig, {"sources": sources[2:3]}, "here"), 1) > 10**6

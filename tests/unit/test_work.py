@@ -88,21 +88,32 @@ def test_a_step(tmp_path):
 
     architecture = Architecture("llama", **SIZES)
 
-    def step(**more):
+    def step(slots=16, **more):
         settings = {
             "run": "r", "model": {"checkpoint": "c", "dtype": "fp32"}, "prompts": {"path": "p", "length": 16},
             "sampler": {"response_length": 8}, "scoring": {"sources": [{"function": "judge:score"}]},
             "training": {"batch_size": 32, "epochs": 2, "micro_batch_tokens": 192}, **more,
         }  # fmt: skip
-        return work.online_step(from_dict(run_config("ppo"), settings, "test"), architecture, 1)
+        return work.online_step(from_dict(run_config("ppo"), settings, "test"), architecture, 1, slots=slots)
 
     one, shared = step(), step(critic={"kind": "shared"})
     assert one["score"].flops == 0
+    adapters = {"model": {"checkpoint": "c", "dtype": "fp32", "lora": {}}}
+    assert step(**adapters, critic={"kind": "adapters"}) == step(**adapters)
     rows, words = work.trunk(architecture, 32, 24, 8), 2 * 32 * 8 * 64 * 503
     assert one["evaluate"].flops == 3 * rows + 2 * words
     assert one["learn"].flops == 2 * (2 * 3 * rows + 3 * words)
     assert shared["learn"].flops == 2 * (3 * rows + 3 * words)
+    top = {"model": {"checkpoint": "c", "dtype": "fp32", "trained_layers": 1}}
+    alone, hydra = step(**top), step(**top, reference={"kind": "hydra"})
+    below = 2 * work.layer(architecture, 32, 24)  # of three layers
+    assert alone["evaluate"] == one["evaluate"] and hydra["learn"] == alone["learn"]
+    assert hydra["evaluate"].flops == pytest.approx(one["evaluate"].flops - below, rel=1e-12)
+    assert alone["learn"].flops == pytest.approx(one["learn"].flops - 2 * 2 * 2 * below, rel=1e-12)
     # decoding with a cache does what one pass over all tokens but the last would do
     assert one["sample"].flops == pytest.approx(work.trunk(architecture, 32, 23, 8) + words, rel=0.01)
     twice = step(training={"batch_size": 64, "epochs": 2, "micro_batch_tokens": 192})
     assert twice["learn"].flops == 2 * one["learn"].flops
+    # 32 rows in 2 rounds of 16 slots, or in 1: each of the 9 passes of a round reads the weights
+    weights = 4 * (3 * work.layer_parameters(architecture) + 64 * 503)
+    assert step(slots=16)["sample"].bytes - step(slots=32)["sample"].bytes == 9 * weights

@@ -1,1 +1,1 @@
-"""Checkpoint conversion: `python -m tools.convert --help`. convert.py has the conversions, families/ the tables."""
+"""`python -m tools.convert` in a checkout is `megarlhf convert`; megarlhf/convert/ has the converter."""

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarlhf.convert import registry
 from megarlhf.models.spec import Architecture
 from tests.distributed.goldens.cases import ARCHITECTURES, Case, batch, digest, loss, weights
-from tools.convert import registry
 
 
 def examples(rows) -> list[tuple[int, slice]]:

@@ -1,0 +1,160 @@
+"""megarlhf/plan/memory.py against what CPU ranks hold: weights, gradients, optimizer state and caches exactly, and all
+else by the storages that torch allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megarlhf.batch import Sequences
+from megarlhf.cluster import gradients
+from megarlhf.experience.sampler import Sampler, SamplerConfig
+from megarlhf.models.build import HEADS, build
+from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.plan import memory
+from megarlhf.plan.job import Job, Model, Shape
+from tests.distributed.layouts import ADAM, GPT2, LLAMA, layout
+from tests.distributed.test_plan import all_outputs
+
+WIDE = dataclasses.replace(LLAMA, hidden_size=256, ffn_hidden_size=704, vocab_size=2048, max_position_embeddings=128)
+FAMILIES = {
+    "llama": WIDE,
+    # Each token goes to all experts, so that all ranks have the same load.
+    "mixtral": dataclasses.replace(WIDE, family="mixtral", ffn_hidden_size=320, num_experts=4, experts_per_token=4),
+    "qwen2_moe": dataclasses.replace(
+        WIDE, family="qwen2_moe", ffn_hidden_size=160, num_experts=4, experts_per_token=4, shared_expert_size=320
+    ),
+    "words": dataclasses.replace(WIDE, vocab_size=16000, num_layers=2),
+    "gpt2": dataclasses.replace(GPT2, hidden_size=256, ffn_hidden_size=1024, max_position_embeddings=128),
+}
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operations have made and that still live; `peak`: the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.now, self.peak = weakref.WeakKeyDictionary(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        output = function(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is None or storage in self.seen or any(storage is other for other in given):
+                continue
+            self.seen[storage], size = True, storage.nbytes()
+            self.now += size
+            weakref.finalize(storage, self._gone, size)
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def held(cases):
+    """[(case, {what: (bytes on this rank, bytes that the model says)})]"""
+    return [(case, _held(*case)) for case in cases]
+
+
+def _held(
+    family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True
+):
+    rows, response = 8, 88 - prompt
+    tokens = torch.randint(0, 503, (rows, 88))
+    mask = torch.ones(rows, response, dtype=torch.bool)
+    batch = Sequences(tokens=tokens, mask=mask, segments=torch.ones_like(tokens), prompt_len=prompt)
+    replays = FAMILIES[family].num_experts is not None
+    model = Model(
+        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays
+    )
+    gradients._memory.clear(), gradients._sizes.clear()  # of another case's model
+    with layout(**sizes) as topology:
+        job = Job("test", (model,), Shape(rows, 88, response, 4 * 88, slots=3), topology.parallel,
+                  topology.world_size, "fp32", recompute, device="cpu")  # fmt: skip
+        engine = build(
+            role, model.architecture, topology, micro_batch_tokens=4 * 88, dtype="fp32", optimizer=ADAM,
+            recompute=recompute, trained_layers=trained, router=ExpertsConfig(train_router=router),
+        )  # fmt: skip
+        phases = memory.rank(job, topology.pipeline_rank).phases
+
+        def used(phase: str) -> int:
+            return sum(phases[phase].get(kind, 0) for kind in ("activations", "logits", "buffers"))
+
+        engine.step(batch, all_outputs)
+        gradients.allocate()
+        found = {"weights": (engine.resident()["weights"], phases["learn"]["weights"]),
+                 "optimizer": (engine.resident()["optimizer"], phases["learn"]["optimizer"]),
+                 "gradients": (gradients.resident(), phases["learn"]["gradients"])}  # fmt: skip
+        if role == "actor":
+            sampler = Sampler(
+                engine, SamplerConfig(response_length=response, micro_batch_size=3), prompt_length=prompt,
+                record_experts=replays,
+            )  # fmt: skip
+            caches = sum(cache.keys.nbytes + cache.values.nbytes + cache.experts.nbytes for cache in sampler.caches)
+            found["caches"] = caches, phases["sample"]["caches"]
+        with Allocations() as update:
+            engine.step(batch, all_outputs)
+        with Allocations() as forward:
+            engine.forward(batch)
+        return found | {"update": (update.peak, used("learn")), "forward": (forward.peak, used("evaluate"))}
+
+
+ONE = [
+    *(("llama", "actor", {}, recompute, 64) for recompute in ("selective", "full")),
+    ("llama", "critic", {}, "none", 24),
+    ("words", "actor", {}, "none", 64),
+]
+MORE_OF_ONE = [
+    ("llama", "actor", {}, "none", 64),
+    ("llama", "actor", {}, "full", 24),
+    ("llama", "actor", {}, "none", 64, 2),
+    ("gpt2", "actor", {}, "none", 64),
+    ("mixtral", "actor", {}, "none", 64),
+]
+TWO = [
+    ("llama", "actor", {"tensor": 2, "sequence": True}, "none", 64),
+    ("llama", "actor", {"pipeline": 2}, "full", 64),
+    ("llama", "actor", {}, "none", 64),
+    ("mixtral", "actor", {"expert": 2}, "full", 64),
+]
+EXPERTS = [
+    ("qwen2_moe", "actor", {"expert": 2}, "none", 24, None, False),
+    ("qwen2_moe", "actor", {"tensor": 2, "sequence": True}, "none", 24),
+    ("qwen2_moe", "actor", {"tensor": 2, "sequence": True, "expert": 2}, "full", 24),
+    ("mixtral", "critic", {"tensor": 2, "sequence": True, "expert": 2}, "selective", 64),
+    ("mixtral", "actor", {"pipeline": 2}, "none", 64),
+]
+MORE_OF_TWO = [
+    ("llama", "actor", {"tensor": 2}, "none", 24),
+    ("llama", "actor", {"pipeline": 2}, "none", 64),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, ONE),
+        (2, TWO),
+        pytest.param(1, MORE_OF_ONE, marks=pytest.mark.long),
+        pytest.param(2, MORE_OF_TWO, marks=pytest.mark.long),
+        pytest.param(2, EXPERTS, marks=pytest.mark.long),
+    ],
+)
+def test_memory_is_what_ranks_hold(ranks, world, cases):
+    wrong = []
+    for rank, answers in enumerate(ranks.run(world, held, cases)):
+        for case, found in answers:
+            for what, (real, said) in found.items():
+                exact = what in ("weights", "gradients", "caches")
+                # the optimizer's counts of steps are a few bytes
+                rest = 0.08 if FAMILIES[case[0]].num_experts else 0.05
+                if abs(said / real - 1) > (0 if exact else 1e-3 if what == "optimizer" else rest):
+                    wrong.append(f"rank {rank}, {case}: {what} are {real}, not {said} ({said / real:.3f})")
+    assert not wrong, "\n".join(wrong)

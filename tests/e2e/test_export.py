@@ -1,0 +1,161 @@
+"""`checkpoint.export_hf`: under any layout the export of a step is what the converter makes of its checkpoint, byte by
+byte, and transformers computes the run's own perplexity with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from megarlhf import cli
+from megarlhf.cli import find
+from megarlhf.convert.convert import Options, megatron2hf
+from tests.distributed.layouts import layout
+from tests.e2e.runs import perplexities, prepare
+
+
+def train(program, path, runs):
+    """[(overrides, sizes of the layout)] one after the other; what was said."""
+    from megarlhf import console
+
+    said = []
+    usual, console.say = console.say, said.append
+    try:
+        for overrides, sizes in runs:
+            found = find(program)
+            keys = [f"parallel.{name}={str(value).lower()}" for name, value in sizes.items()]
+            settings = found.load(path, [*overrides, *keys])
+            plan = found.check(settings, dist.get_world_size())
+            with layout(**sizes) as topology:
+                found.run(settings, plan, topology)
+    finally:
+        console.say = usual
+    return said
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def check_run(run: Path, tmp_path: Path, role: str = "actor") -> None:
+    """Both exports of a run that keeps two checkpoints."""
+    names = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert len(names) == 2 and sorted(path.name for path in (run / "hf").iterdir()) == names  # nothing hidden, too
+    for name in names:
+        shutil.rmtree(tmp_path / "wanted", ignore_errors=True)
+        megatron2hf(run / "checkpoints" / name, tmp_path / "wanted", Options(role=role))
+        assert digests(run / "hf" / name) == digests(tmp_path / "wanted")
+
+
+def perplexity(directory: Path, validation: Path, tokenizer: Path) -> float:
+    """By transformers."""
+    from transformers import AutoModelForCausalLM
+
+    from megarlhf.data.sft import SFTDataConfig, load_sft
+    from megarlhf.data.tokenizer import load_tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    examples, _ = load_sft(str(validation), load_tokenizer(tokenizer), SFTDataConfig(str(validation), max_length=64))
+    total = count = 0
+    with torch.no_grad():
+        for index in range(len(examples)):
+            tokens, mask, _ = examples.row(index)
+            ids, mask = torch.from_numpy(tokens).long(), torch.from_numpy(mask)[1:]
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            total, count = total - logprobs[mask].sum().item(), count + mask.sum().item()
+    return float(torch.tensor(total / count).exp())
+
+
+def test_two_ranks_export_each_checkpoint(ranks, tmp_path):
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "checkpoint.every": 1, "training.steps": 3})
+    split, data = tmp_path / "tp", tmp_path / "dp"
+    cases = [([f"run={split}"], dict(tensor=2)), ([f"run={data}", "checkpoint.asynchronous=true"], {})]
+    said, _ = ranks.run(2, train, "sft", str(path), cases)
+    for run in (split, data):
+        check_run(run, tmp_path)
+        found = perplexity(run / "hf" / "step_00000003", tmp_path / "validation.jsonl", tmp_path / "reviews.model")
+        assert found == pytest.approx(perplexities(run)[3], rel=1e-4)
+        assert sum(f"exported {run / 'hf' / 'step_00000003'} for transformers" in line for line in said) == 1
+    assert any(f"for transformers: {split / 'hf' / 'step_00000003'}" in line for line in said)
+
+    # killed in the middle of the last export: the name is not there, and the same command writes it
+    export = split / "hf" / "step_00000003"
+    whole = digests(export)
+    left = export.with_name(".step_00000003.partial")
+    export.rename(left)
+    (left / "config.json").unlink()
+    ranks.run(1, train, "sft", str(path), [([f"run={split}", "training.steps=4"], {})])
+    check_run(split, tmp_path)
+    assert digests(export) == whole and (split / "hf" / "step_00000004").is_dir()
+
+
+@pytest.mark.long
+def test_a_disk_that_refuses_does_not_end_the_run(ranks, tmp_path):
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "training.steps": 2})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").write_text("a file, where the exports would be")
+    said, _ = ranks.run(2, train, "sft", str(path), [([], dict(pipeline=2))])
+    assert any("was not written" in line and "the run goes on" in line for line in said), said
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(tmp_path, capsys):
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "model.architecture.linear_bias": True,
+                                "model.architecture.qk_norm": True})  # fmt: skip
+    assert cli.main(["sft", "--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint.export_hf: a Hugging Face 'llama' model has" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_model_that_transformers_cannot_hold_is_refused(tmp_path, capsys):
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "model.architecture.family": "granite"})
+    tree = yaml.safe_load(path.read_text())
+    tree["data"] = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64}
+    path.write_text(yaml.safe_dump(tree))
+    assert cli.main(["reward", "--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint.export_hf: transformers has no class for reward models of the family 'granite'" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [(4, dict(tensor=4, sequence=True)), (3, dict(pipeline=3)), (4, dict(tensor=2, pipeline=2))],
+    ids=str,
+)
+def test_other_layouts(ranks, tmp_path, world_size, sizes):
+    changes = {"model.architecture.num_layers": 3 if world_size == 3 else 4, "training.global_batch_size": 12}
+    changes["model.architecture.num_query_groups"] = 4
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "training.steps": 4, **changes})
+    ranks.run(world_size, train, "sft", str(path), [([], sizes)])
+    check_run(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.long
+def test_a_reward_model(ranks, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    from tests.e2e.runs import write_prompts
+
+    write_prompts(tmp_path, 4, 40)
+    path = prepare(tmp_path, **{"checkpoint.export_hf": True, "training.steps": 4})
+    tree = yaml.safe_load(path.read_text())
+    tree["data"] = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64}
+    path.write_text(yaml.safe_dump(tree))
+    ranks.run(2, train, "reward", str(path), [([], dict(tensor=2))])
+    check_run(tmp_path / "run", tmp_path, "reward")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "hf" / "step_00000004")
+    assert model.config.num_labels == 1
+    assert json.loads((tmp_path / "run" / "hf" / "step_00000004" / "config.json").read_text())["num_labels"] == 1
