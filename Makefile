@@ -23,10 +23,10 @@ lint: venv
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# What the machine lacks (Slurm, MPI, a GPU) is skipped, and the summary says why. Long tests are .ci/run's. One process
-# runs the tests with ranks, another the rest.
+# What the machine lacks (Slurm, MPI, a GPU) is skipped, and the summary says why. Long tests are .ci/run's. The
+# tests of a file run in one process, for their ranks.
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "not long"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not long"
 
 demo: venv
 	$(RUN) examples/demo.py

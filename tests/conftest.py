@@ -17,10 +17,7 @@ for name, value in ENVIRONMENT.items():
 SHARED = ROOT.parent / "shared"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        _group(items)
+def pytest_collection_modifyitems(items):
     reasons = {
         "gpu": None if _has_gpu() else "no CUDA device",
         "slurm": None if all(_which(name) for name in ("slurmctld", "slurmd", "munged", "sbatch")) else "no Slurm here",
@@ -31,14 +28,6 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _group(items) -> None:
-    """With `-n 2 --dist loadgroup` one process runs the tests of a file, for their fixtures, and one all of Slurm's,
-    since two clusters on a machine have the same ports."""
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _which(name: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -40,7 +41,7 @@ class SlurmCluster:
         return self.run(SCRIPT, *command, timeout=timeout)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: another process of pytest waits for its end
 def slurm_cluster():
     """Two idle nodes of 64 claimed CPUs and 8 claimed GPUs."""
     with running_cluster(2) as cluster:
@@ -49,7 +50,18 @@ def slurm_cluster():
 
 @contextlib.contextmanager
 def running_cluster(nodes: int, **environment: str) -> Iterator[SlurmCluster]:
-    """A cluster of its own, with `cluster.sh`'s variables. Its directory is kept when it does not start."""
+    """A cluster of its own, with `cluster.sh`'s variables. Its directory is kept when it does not start.
+
+    One at a time on a machine: the jobs of two have the same numbers, from which the ports of their ranks follow.
+    """
+    with open(Path(tempfile.gettempdir()) / f"megarlhf-slurm-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _started_cluster(nodes, environment) as cluster:
+            yield cluster
+
+
+@contextlib.contextmanager
+def _started_cluster(nodes: int, environment: dict[str, str]) -> Iterator[SlurmCluster]:
     directory = Path(tempfile.mkdtemp(prefix="megarlhf-slurm-"))
     outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
     environment = {

@@ -252,7 +252,7 @@ def test_a_sandbox_whose_first_process_is_killed_ends_at_once():
         first = min(int(line.split(":")[0]) for line in left())
         os.kill(first, signal.SIGKILL)
         assert verdict.result(timeout=30) == [False]
-    assert left() == []
+    assert stays() == []
 
 
 PROBE = """
