@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from megarlhf import checkpoint, config, console, records, trackers
-from megarlhf.checkpoint import LATEST, Checkpoints, checksums, steps
+from megarlhf.checkpoint import Checkpoints, checksums, steps
 from megarlhf.checkpoint.loading import raise_together
 from megarlhf.cluster import backend, job_checks, lease, parallel, signals, watchdog
 from megarlhf.cluster.launch import Rendezvous
@@ -24,12 +24,11 @@ from megarlhf.data.cache import Cache
 from megarlhf.data.tokenizer import Tokenizer, check_same, check_vocabulary, load_tokenizer
 from megarlhf.log import Log
 from megarlhf.models import adapters, mixture
-from megarlhf.models.adapters import Adapters
 from megarlhf.models.locate import find_model, find_tokenizer
 from megarlhf.models.model_config import ModelConfig
 from megarlhf.models.spec import Architecture, check_layout, check_length
-from megarlhf.train import exporting, going_back, same_data
-from megarlhf.train.settings import RUN_FILE, RanksConfig, RunConfig, changes, values
+from megarlhf.train import exporting, going_back, resuming, same_data
+from megarlhf.train.settings import RUN_FILE, RanksConfig, RunConfig
 
 if TYPE_CHECKING:
     from megarlhf.engine import Engine
@@ -95,27 +94,9 @@ def find(settings: RunConfig, *, length: int, key: str = "data.max_length", role
     trackers.check(settings.log.trackers)
     if settings.checkpoint.export_hf:
         exporting.check(architecture, role)
-    notes: list[str] = []
-    checkpoints = Checkpoints(Path(settings.run), settings.checkpoint)
-    resume_from = latest(settings)
-    if resume_from is not None:
-        checksums.verify_directory(resume_from, small=True)
-        if not (checkpoints.directory / LATEST).exists():
-            notes.append(f"{checkpoints.directory / LATEST} is missing; the newest complete step directory is taken")
-        if Architecture.load(resume_from / role) != architecture:
-            raise UserError(
-                f"{resume_from}: holds another architecture than the configuration; give a new run directory"
-            )
-        base = None
-        if model.lora is not None:
-            base = Adapters(str(source.resolve()), model.lora, checksums.weights_of(source))
-        adapters.check_resumed(base, resume_from / role)
-        check_chat_template(tokenizer, resume_from)
-        check_trained_layers(settings, resume_from)
-        notes.append(f"resuming {settings.run} after step {checkpoint.read_state(resume_from)['step']}")
-        notes += [f"changed since then: {change}" for change in changes(settings, resume_from)]
+    resume_from, notes = resuming.find(settings, architecture, tokenizer, source, role=role)
     cache = Cache(settings.data_cache or own_cache(settings))
-    return Start(architecture, tokenizer, source, resume_from, cache, tuple(notes))
+    return Start(architecture, tokenizer, source, resume_from, cache, notes)
 
 
 def own_cache(settings: RunConfig) -> Path:
@@ -147,78 +128,6 @@ def find_fitting(start: Start, path: str, key: str, *, role: str, model: str) ->
     if Architecture.load(source) != start.architecture:
         raise UserError(f"{key}: {path} has another architecture than model.checkpoint; give one of the same")
     return source, check_same(start.tokenizer, f"{key}: {path}", find_tokenizer(path), model)
-
-
-def check_chat_template(tokenizer: Tokenizer, resume_from: Path) -> None:
-    """Refuse (UserError) another chat template than that of the checkpoint: the run's data would change."""
-    saved = resume_from / "tokenizer"
-    if not saved.is_dir() or tokenizer.came_with(saved):
-        return
-    if load_tokenizer(saved).chat_template != tokenizer.chat_template:
-        raise UserError(
-            f"chat_template: is another one than that of the checkpoint, {saved}; give the old one, or a new run "
-            "directory with this run as model.checkpoint"
-        )
-
-
-def check_trained_layers(settings: RunConfig, resume_from: Path) -> None:
-    """Refuse (UserError) to train other layers than the run began with: the optimizer has the state of those."""
-    saved = values(resume_from)
-    before, now = saved.get("model.trained_layers"), settings.model.trained_layers
-    if saved and before != now:
-        raise UserError(
-            f"model.trained_layers: is {now or 'not set'}, and {resume_from} was saved with {before or 'all'}, whose "
-            "state its optimizer has; set that, or give a new run directory with this run as model.checkpoint"
-        )
-    usual, now = mixture.trains_router(mixture.ExpertsConfig(), rl=settings.samples), trains_router(settings)
-    before = usual if saved.get("model.experts.train_router") is None else saved["model.experts.train_router"]
-    if saved and before != now:
-        raise UserError(
-            f"model.experts.train_router: is {str(now).lower()}, and {resume_from} was saved with "
-            f"{str(before).lower()}: its optimizer has the state of other weights; set that, or give a new run "
-            "directory with this run as model.checkpoint"
-        )
-
-
-def latest(settings: RunConfig) -> Path | None:
-    """The step directory to resume from; None for a new run. Refuses (UserError) a new run in a used directory."""
-    run = Path(settings.run)
-    again = going_back.restarted()
-    if not settings.checkpoint.resume and not again:
-        refuse_used(run)
-        return None
-    if settings.checkpoint.step is not None and not going_back.done(run, settings.checkpoint.step):
-        return steps.given(run / "checkpoints", settings.checkpoint.step)
-    found = Checkpoints(run, settings.checkpoint).latest()
-    if found is None:
-        refuse_without_checkpoints(run)
-    return found
-
-
-def refuse_without_checkpoints(run: Path) -> None:
-    """Refuse (UserError) a run that must have saved, but has no checkpoint: it would restart and lose its metrics."""
-    step = records.last_step(run / "metrics.jsonl")
-    try:
-        every = config.read(run / RUN_FILE, "the configuration", "")["checkpoint"]["every"]
-        saved = step >= 2 * every  # a background write is complete before the next one begins
-    except (UserError, KeyError, TypeError):
-        return
-    if saved:
-        raise UserError(
-            f"run: {run} has metrics up to step {step}, but no checkpoint; restore {run / 'checkpoints'} (is its file "
-            "system mounted?), or give another run directory"
-        )
-
-
-def refuse_used(run: Path) -> None:
-    """Refuse (UserError) a used directory: a new run would mix with its files, or remove them step by step."""
-    found = [path.name for path in steps.complete(run / "checkpoints")[-1:]]
-    found += [name for name in ("metrics.jsonl", "samples.jsonl") if (run / name).is_file()]
-    if found:
-        raise UserError(
-            f"checkpoint.resume: false, but {run} already holds a run ({', '.join(found)}); give another run "
-            "directory, or resume=true to go on with this one"
-        )
 
 
 def check_writable(path: str, key: str = "run") -> None:
@@ -277,7 +186,7 @@ def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
     """`plan`, resuming from the step directory that rank 0 finds now: another rank may have seen an older state of the
     run directory, and the job before may have saved since. Collective. Raises UserError, on all ranks alike, if a rank
     does not see that step directory, or has read other data than rank 0 or than the run that is resumed."""
-    box = [latest(settings), plan.start.cache.contents] if rendezvous.rank == 0 else [None, None]
+    box = [resuming.latest(settings), plan.start.cache.contents] if rendezvous.rank == 0 else [None, None]
     dist.broadcast_object_list(box, src=0)
     chosen, contents = box
     unseen = same_data.differs(plan.start.cache, contents, f"rank {rendezvous.rank} on {rendezvous.node}")

@@ -15,8 +15,8 @@ from megarlhf import cli, config
 from megarlhf.checkpoint import CheckpointConfig, Checkpoints
 from megarlhf.config import UserError
 from megarlhf.models.spec import Architecture
+from megarlhf.train.resuming import check_trained_layers
 from megarlhf.train.settings import RUN_FILE
-from megarlhf.train.setup import check_trained_layers
 from tests.distributed.layouts import layout
 from tests.e2e.runs import prepare, recorded, write_prompts
 from tests.ranks import ROOT

@@ -11,7 +11,7 @@ from megarlhf.data.preferences import PreferenceDataConfig, load_preferences
 from megarlhf.data.prompts import PromptsConfig, load_prompts
 from megarlhf.data.sft import SFTDataConfig, load_sft
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.train.setup import check_chat_template
+from megarlhf.train.resuming import check_chat_template
 from tests.unit.test_data import CHATML, FORGETFUL, FORGETFUL_GENERATION, STRICT, save_hf
 
 # The marks of a block without the token that ends the turn.

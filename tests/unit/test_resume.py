@@ -12,7 +12,7 @@ from megarlhf.config import UserError
 from megarlhf.data.cache import Cache
 from megarlhf.data.sources import find
 from megarlhf.data.tables import Recipe, Table
-from megarlhf.train import same_data, setup
+from megarlhf.train import resuming, same_data
 
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -24,7 +24,7 @@ def fresh(monkeypatch):
 
 
 def latest(run, *, resume: bool = True):
-    return setup.latest(SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume)))
+    return resuming.latest(SimpleNamespace(run=str(run), checkpoint=CheckpointConfig(resume=resume)))
 
 
 @pytest.mark.parametrize("name", RESTARTS)
