@@ -1,11 +1,13 @@
 """Predictions of `megarlhf plan` beside measurements, over configurations that differ in one size or switch each.
 
-    python -m bench.plan [--quick] [--only TEXT] [--json FILE]
+    python -m bench.plan [--quick] [--rounds N] [--only TEXT] [--json FILE]
 
 `megarlhf ppo` with a separate critic and a reward model on CPU ranks, fresh processes, one thread each. For each phase:
 CPU seconds of all ranks of a median step without the first and the last, predicted and measured. Memory: the peak
 resident set of the fullest rank less that of a rank with next to no model, predicted and measured. The rates that
-predictions need are measured in the same run, right before each configuration (plan/calibrate.py).
+predictions need are measured in the same run, right before each configuration (plan/calibrate.py). All configurations
+take turns for some rounds, and the median of each figure counts: a core of a shared machine is for seconds or minutes
+up to twice as slow as before.
 """
 
 from __future__ import annotations
@@ -45,24 +47,36 @@ PHASES = {"generation": ("sample",), "scoring": ("score", "evaluate"), "training
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three configurations, smaller: a minute or two")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of all configurations (--quick: one)")
     parser.add_argument("--only", default="", metavar="TEXT", help="configurations whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     arguments = parser.parse_args()
     names = [name for name in CASES if arguments.only in name and (not arguments.quick or name in QUICK)]
     base = BASE | (dict(hidden=128, layers=2) if arguments.quick else {})
-    figures = {}
+    rounds: dict[str, list[dict]] = {name: [] for name in names}
+    for _ in range(1 if arguments.quick else arguments.rounds):
+        for name in names:
+            sizes, ranks, overrides = CASES[name]
+            with tempfile.TemporaryDirectory() as directory:
+                rounds[name].append(case(Path(directory), base | sizes, ranks, overrides))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rounds, indent=1) + "\n")
+    figures = {name: median(each) for name, each in rounds.items()}
     print(f"{'':21}" + "".join(f"{phase:>12} {'said':>8} {'ratio':>6}" for phase in PHASES)
           + f"{'peak MiB':>10} {'said':>8} {'ratio':>6}")  # fmt: skip
-    for name in names:
-        sizes, ranks, overrides = CASES[name]
-        with tempfile.TemporaryDirectory() as directory:
-            figures[name] = case(Path(directory), base | sizes, ranks, overrides)
-        report(name, figures[name])
-        if arguments.json:
-            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for name, one in figures.items():
+        report(name, one)
     for what in (*PHASES, "peak"):
         off = [abs(one[what]["said"] / one[what]["found"] - 1) for one in figures.values()]
         print(f"{what}: off by {statistics.median(off):.0%} at the median, {max(off):.0%} at most")
+
+
+def median(rounds: list[dict]) -> dict[str, dict[str, float]]:
+    """Of each figure of `case`, over rounds."""
+    return {
+        what: {key: statistics.median(one[what][key] for one in rounds) for key in figures}
+        for what, figures in rounds[0].items()
+    }
 
 
 def case(directory: Path, sizes: dict, ranks: int, overrides: list[str]) -> dict[str, dict[str, float]]:
