@@ -178,8 +178,9 @@ def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: 
         if topology.rank == 0:
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # before models are built, but under the lease
+        settings = going_back.applied(settings, plan.start.resume_from, topology)
         if not is_finished(settings, plan, topology):
-            run(going_back.applied(settings, plan.start.resume_from, topology), plan, topology)
+            run(settings, plan, topology)
 
 
 def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
