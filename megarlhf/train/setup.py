@@ -293,6 +293,7 @@ def files_writer(settings: RunConfig, start: Start, models: dict[str, Engine], l
         log.sync()
         (directory / RUN_FILE).write_text(config.dump(settings))
         same_data.save(start.cache, directory)
+        start.cache.keep()
         start.tokenizer.save(directory / "tokenizer")
         for role, engine in models.items():
             start.architecture.save(directory / role)
