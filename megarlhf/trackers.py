@@ -1,4 +1,8 @@
-"""Services that keep the numbers of runs: W&B and MLflow. All starts of a run directory are one run there."""
+"""Services that keep the numbers of runs: W&B and MLflow. All starts of a run directory are one run there.
+
+Neither can take a number back. So of the steps that a run repeats after a restart, both keep the numbers that came
+first: W&B drops others by itself, and MLflow is not sent them (it would keep both).
+"""
 
 from __future__ import annotations
 
@@ -86,22 +90,25 @@ class MLflow:
             records.replace(path, run.info.run_id + "\n")
         run_id = path.read_text().strip()
         client.update_run(run_id, status="RUNNING")  # the run may have finished before
-        return _MLflowRun(client, run_id)
+        newest = client.get_run(run_id).data.to_proto().metrics  # the last step of each name; `metrics` has no steps
+        return _MLflowRun(client, run_id, {metric.key: metric.step for metric in newest})
 
 
 class _MLflowRun:
-    def __init__(self, client: Any, run_id: str):
-        self.client, self.run_id = client, run_id
+    """`sent`: the last step of each metric that the server has from earlier starts."""
+
+    def __init__(self, client: Any, run_id: str, sent: dict[str, int]):
+        self.client, self.run_id, self.sent = client, run_id, sent
 
     def log(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
         now = get_current_time_millis()
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self.client.log_batch(
-            self.run_id, metrics=[Metric(_name(name), value, now, step) for name, value in finite.items()]
-        )
+        finite = {_name(name): value for name, value in values.items() if math.isfinite(value)}
+        metrics = [Metric(name, value, now, step) for name, value in finite.items() if step > self.sent.get(name, -1)]
+        if metrics:
+            self.client.log_batch(self.run_id, metrics=metrics)
 
     def table(self, name: str, columns: list[str], cells: list[list[Any]], step: int) -> None:
         rows = {column: [str(row[i]) for row in cells] for i, column in enumerate(columns)}

@@ -240,6 +240,7 @@ def transfer(
                         _settle(under_way)
                     under_way.append((whole, _run(step, reader, writer, specs, pool, read, written)))
                     bar.update(nbytes)
+                    workers.progressed()
                 while under_way:
                     _settle(under_way)
             finally:
@@ -322,7 +323,7 @@ class _Nowhere:
 @contextlib.contextmanager
 def _shared(target: Path, workers: Workers) -> Iterator[Path]:
     """`completed` for all processes: the first process makes the directory and gives it its name."""
-    making = completed(target)
+    making = completed(target, workers.progressed)
     partial = workers.first(making.__enter__)
     try:
         yield partial

@@ -13,7 +13,7 @@ import fcntl
 import math
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -126,9 +126,10 @@ def lock(path: Path, *, certain: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def completed(target: Path) -> Iterator[Path]:
+def completed(target: Path, progressed: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A directory to write in that gets the name `target` once the body succeeds and every file is on the disk.
-    UserError if `target` has something in it, or if another conversion is writing it."""
+    `progressed`: called after each file that is. UserError if `target` has something in it, or if another conversion is
+    writing it."""
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -136,10 +137,10 @@ def completed(target: Path) -> Iterator[Path]:
             stack.enter_context(lock(target.with_name(f".{target.name}.lock")))
         except UserError:
             raise UserError(f"{target}: another conversion is writing it; wait for that one, or choose another target")
-        yield from _completed(target)
+        yield from _completed(target, progressed)
 
 
-def _completed(target: Path) -> Iterator[Path]:
+def _completed(target: Path, progressed: Callable[[], None]) -> Iterator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists already; choose another target or remove it")
     partial = target.with_name(f".{target.name}.partial")
@@ -151,6 +152,7 @@ def _completed(target: Path) -> Iterator[Path]:
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
+                    progressed()
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

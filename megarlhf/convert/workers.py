@@ -47,6 +47,9 @@ class Workers:
         """The result of `action`, which only the first process runs."""
         return self.together(lambda: action() if self.rank == 0 else None)[0]
 
+    def progressed(self) -> None:
+        """A part of an action is done: for whoever watches over long ones. Any thread may call it."""
+
     def abort(self) -> None:
         """End the other processes, which may be waiting for this one."""
         if self._comm is not None:

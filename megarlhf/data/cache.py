@@ -5,6 +5,7 @@ A directory that all nodes share, and that several runs may share, has
     files/NAME.json     what is known of a data file: its hash and where its parts begin, for its size and times
     KEY/                a finished table: an .npy file for each column, table.json with their checksums
     KEY.building/       the parts of a table that is being made, and who makes which (shares.py)
+    KEY.*.unused        what is being removed (unused.py)
 
 KEY is a hash of the content of the data files, of the tokenizer, of the options that decide the table, and of the code
 that makes it. Nobody coordinates the ranks: each takes a part that nobody has, writes it under another name and renames
@@ -29,7 +30,7 @@ import numpy as np
 
 from megarlhf import console
 from megarlhf.config import UserError
-from megarlhf.data import shares, sources
+from megarlhf.data import shares, sources, unused
 from megarlhf.data.jsonl import Lines, Records
 from megarlhf.data.shares import unique, write_atomically
 from megarlhf.data.sources import Reader, Source, Span
@@ -47,11 +48,12 @@ class Cache:
         self.directory = Path(directory)
         self.converted = 0  # lines that this process has tokenized
         self.contents: dict[str, str] = {}  # a hash of the files behind each name that was read
+        self.used: set[Path] = set()  # tables
 
-    def table(self, source: Source, recipe: Recipe, tokenizer: Tokenizer) -> Table:
+    def table(self, source: Source, recipe: Recipe, tokenizer: Tokenizer, *, again: bool = False) -> Table:
         """The table of a source, whose columns are memory-mapped; made first if it is not there, together with all
         processes that ask for it meanwhile. Raises UserError if a file cannot be read, if the directory cannot be
-        written, and for a damaged table."""
+        written, and for a damaged table, which is read `again` first."""
         sources.check_installed(source)
         indices = self._indices(source)
         digests = [index["digest"] for index in indices]
@@ -59,7 +61,7 @@ class Cache:
         key = _key(recipe, tokenizer, digests)
         final = self.directory / key
         starts = tuple(np.cumsum([0, *(index["lines"] for index in indices)]).tolist()[:-1])
-        if not (final / META).is_file():
+        while not unused.touch(final):
             try:
                 self._make(final, source, recipe, indices, starts)
             except OSError as error:
@@ -67,7 +69,18 @@ class Cache:
                     f"data_cache: {self.directory} cannot be written ({error.strerror or error}), and the tokenized "
                     f"{source.name} is not there yet; make room, or give another directory"
                 )
-        return opened(final, starts)
+        self.used.add(final)
+        try:
+            return opened(final, starts)
+        except UserError:  # damaged, or it had another name for a moment (unused.py)
+            if again:
+                raise
+            return self.table(source, recipe, tokenizer, again=True)
+
+    def keep(self) -> None:
+        """Say that the tables are still in use. Call it now and then: what no job has used for long is removed."""
+        for table in self.used:
+            unused.touch(table)
 
     # -------------------------------------------------------------------------------------------- the files
 
@@ -199,6 +212,7 @@ class Cache:
             shutil.rmtree(target, ignore_errors=True)  # another process was faster
             return
         shares.sync_directory(final.parent)
+        unused.remove(final)
 
 
 class Progress:

@@ -22,7 +22,7 @@ from megarlhf.models.attention import Attention, SelfAttention
 from megarlhf.models.cache import Step
 from megarlhf.models.embedding import WordEmbedding
 from megarlhf.models.heads import QHeads, ScalarHead, WordHead
-from megarlhf.models.layers import Layer, ParallelResidualLayer
+from megarlhf.models.layers import Block, Layer, ParallelResidualLayer
 from megarlhf.models.rotary import attention_factor, frequencies, plain_frequencies
 from megarlhf.models.spec import Architecture
 from megarlhf.stream import Spans, Stream
@@ -73,6 +73,7 @@ class GPT(GPTModel):
             vp_stage=vp_stage,
             pg_collection=topology.groups,
         )
+        self.decoder.__class__ = Block
         experts.prepare(self.decoder.layers, architecture)
         self.architecture = architecture
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -191,9 +192,6 @@ class GPT(GPTModel):
         else:
             rotary = self.rotary(positions, max_length)
         if torch.is_grad_enabled():
-            if self.config.recompute_granularity == "full" and not hidden.requires_grad:
-                # Below here nothing trains. Recomputed layers get gradients only if their input asks for one.
-                hidden = hidden.detach().requires_grad_()
             return self.decoder(
                 hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=spans
             )

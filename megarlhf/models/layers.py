@@ -1,14 +1,19 @@
 """Transformer layers: megatron's, with what it lacks. The last layer of a model computes only the tokens that a head
 reads. Norms may stand behind attention and MLP (Gemma 2 and 3, GLM-4, OLMo 2), and what these add to the residual may
-be multiplied (Granite). And a layer can have a parallel residual (GPT-J, GPT-NeoX, Falcon).
+be multiplied (Granite). And a layer can have a parallel residual (GPT-J, GPT-NeoX, Falcon). Layers below all that train
+are not computed again for a backward pass, since they have none.
 
 The modules, their names and their place in checkpoints are megatron's; only their order is ours.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -144,3 +149,27 @@ class ParallelResidualLayer(Layer):
         fused = self.config.bias_dropout_fusion
         hidden = self.self_attn_bda(self.training, fused)(attention, residual, self.hidden_dropout)
         return self.mlp_bda(self.training, fused)(mlp, hidden, self.hidden_dropout), None
+
+
+class Block(TransformerBlock):
+    """Megatron's, with another forward pass of layers that are computed again in the backward pass."""
+
+    def _checkpointed_forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: Spans, **_
+    ) -> Tensor:
+        """Megatron's block calls it for `recompute_granularity` full, with further options that have no effect here."""
+
+        def run(layer: Layer, hidden: Tensor) -> Tensor:
+            return layer(hidden, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params)[0]
+
+        hidden = hidden_states
+        for layer in self.layers:
+            trains = any(parameter.requires_grad for parameter in layer.parameters())
+            if not trains and not hidden.requires_grad:  # nor does anything below
+                with torch.no_grad():
+                    hidden = run(layer, hidden)
+                continue
+            if not hidden.requires_grad:  # recomputed layers get gradients only if their input asks for one
+                hidden = hidden.detach().requires_grad_()
+            hidden = tensor_parallel.checkpoint(partial(run, layer), False, hidden)
+        return hidden

@@ -13,8 +13,8 @@ BLOCK_BYTES = 2**19  # of a CPU's operations, which go through memory in blocks 
 
 
 def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> dict[str, int]:
-    """The fullest of three moments of the first backward pass: in the heads; in the MLP of the last layer; in the MLP
-    of a layer below it, which sees all tokens."""
+    """The fullest of four moments: in the first backward pass in the heads, in the MLP of the last layer, and in that
+    of a layer below it, which sees all tokens; in the forward pass in a layer that has no backward pass."""
     a, size = model.architecture, job.size(model)
     last = stage == job.parallel.pipeline - 1
     hidden, counted_states = a.hidden_size // job.parts, size * counted * a.hidden_size
@@ -43,6 +43,11 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
         below = kept - (last_kept(job, model, tokens, counted) + _head_kept(job, model, counted) if last else 0)
         again = one - layer_kept(job, model, tokens) + size * tokens * hidden if job.recompute == "full" else 0
         moments.append({"activations": others + below + again + size * tokens * gradient + block})
+    if len(trained) < len(job.layer_numbers(model, stage)):
+        # The micro-batch before holds the input of its lowest recomputed layer, and the gradient of that, until this
+        # one's loss takes its place.
+        before = 2 * states if job.recompute == "full" and trained else 0
+        moments.append({"activations": others + before + fleeting(job, model, tokens)})
     if job.device == "cpu" and last and model.words:  # which keeps the memory of a chunk (cpu/memory.py)
         moments = [{"logits": moments[0]["logits"]} | moment for moment in moments]
     return max(moments, key=lambda moment: sum(moment.values()), default={})
@@ -51,7 +56,7 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
 def _keeps(job: Job, model: Model, stage: int, number: int) -> bool:
     """Whether a layer keeps anything for a backward pass. Below the layers that train the first stage has none."""
     lowest = model.architecture.num_layers - (model.trained_layers or model.architecture.num_layers)
-    return number >= lowest or stage > 0 or job.recompute == "full"
+    return number >= lowest or stage > 0
 
 
 def in_flight(job: Job, stage: int) -> int:

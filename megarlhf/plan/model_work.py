@@ -110,9 +110,8 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
     for (final, trains, window), times in kinds.items():
         sizes = tokens, read if final else None, stream.lengths
         parts.append(layer_forward(job, model, *sizes, window=window, grads=not recomputed) * times)
-        # A later stage hands gradients to the stage before also where none of its own layers train; and recomputed
-        # layers are given an input that asks for gradients (`GPT.run`).
-        if not trains and stage == 0 and not recomputed:
+        # A later stage hands gradients to the stage before also where none of its own layers train.
+        if not trains and stage == 0:
             continue
         if recomputed:
             parts.append(layer_forward(job, model, *sizes, window=window, grads=True) * times)

@@ -60,9 +60,10 @@ def read(
 
 
 def total_steps(settings: OfflineRunConfig, examples: Examples) -> int:
-    """Updates of the run. Refuses (UserError) a schedule that does not fit in them."""
+    """Updates of the run. Refuses (UserError) a schedule, or steps to profile, that do not fit in them."""
     total = settings.training.total_steps(examples.epoch_rows)
     settings.optimizer.check_steps(total)
+    settings.log.check_steps(total)
     return total
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megarlhf.models.spec import Architecture
 
 DIRECTORY = "hf"
 REMOVING = ".removing"
+PAUSE = 1.0  # seconds between the messages of ranks that are at work
 
 
 def check(architecture: Architecture, role: str) -> None:
@@ -44,11 +46,37 @@ def path_of(run: Path, step_directory: Path) -> Path:
 
 
 class Ranks(Workers):
-    """The ranks of this job as the converter's processes."""
+    """The ranks of this job as the converter's processes.
+
+    An action may take much longer than the watchdog waits, on all ranks or on one for which the others wait. So it runs
+    in a thread, while the ranks tell each other how far they are. All enter the same new phase when one of them has
+    progressed. If none does, they are taken for hung, as they should be: then the disk does not answer.
+    """
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._comm = self
+        self.step: int | None = None  # whose export it is
+        self.parts = 0  # that this rank's actions have done
+        self.known = 0  # that all ranks' have, as all know
+
+    def together(self, action: Callable[[], Any]) -> list[Any]:
+        pool = ThreadPoolExecutor(1)
+        try:
+            future, everyone = pool.submit(action), False
+            while not everyone:
+                wait([future], PAUSE)
+                told = self.allgather((self.parts, future.done()))
+                parts, everyone = sum(parts for parts, _ in told), all(done for _, done in told)
+                if parts != self.known:
+                    watchdog.phase("export", self.step)
+                self.known = parts
+        finally:
+            pool.shutdown(wait=False)
+        return super().together(future.result)
+
+    def progressed(self) -> None:
+        self.parts += 1
 
     def allgather(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.size
@@ -73,7 +101,8 @@ class Exporter:
 
     def __call__(self, step_directory: Path) -> None:
         """Export. A failure is said and does not end the run: the checkpoint is whole, and can be exported later."""
-        watchdog.phase("export", steps.number(step_directory))
+        self.ranks.step = steps.number(step_directory)
+        watchdog.phase("export", self.ranks.step)
         target = path_of(self.run, step_directory)
         try:
             self.ranks.first(lambda: _remove(target))  # of the same step, before the run resumed from an earlier one

@@ -2,7 +2,7 @@
 
     RUN/after_step_N/           checkpoints/, hf/ and the records (metrics.jsonl, ...) as they were
 
-and nothing is removed: the user does that.
+and nothing is removed: the user does that. This holds also for a run of which no step after N is left to do.
 """
 
 from __future__ import annotations
@@ -59,22 +59,21 @@ def applied(settings: RunConfig, resume_from: Path | None, topology: Topology) -
                 f"checkpoint.step: {run}: what the run did after step {step} cannot be set aside "
                 f"({error.filename or run}: {error.strerror or error}); make room, and start again: nothing is lost"
             )
-        if said:
-            console.say(f"  {said}")
+        console.say(f"  {said}")
         records.replace(run / DONE, _mark(step))
     dist.barrier()
     return replace(settings, checkpoint=replace(settings.checkpoint, step=None))
 
 
-def go_back(run: Path, step_directory: Path) -> str | None:
-    """Make `step_directory` the latest checkpoint. Returns what was set aside, for the user; None if nothing was. For
-    one rank, which holds the lease on the run directory. A kill at any moment leaves every file in one of both places,
-    and the same command goes on."""
+def go_back(run: Path, step_directory: Path) -> str:
+    """Make `step_directory` the latest checkpoint. Returns what was set aside, for the user. For one rank, which holds
+    the lease on the run directory. A kill at any moment leaves every file in one of both places, and the same command
+    goes on."""
     step = steps.number(step_directory)
     later = [path for path in steps.complete(run / "checkpoints") if steps.number(path) > step]
     told = max((records.last_step(run / name) for name in RECORDS), default=0)
     if not later and told <= step:
-        return None
+        return f"step {step} is the last that {run} has done: nothing is set aside"
     aside = _free(run, step)
     aside.mkdir()
     for name in (*RECORDS, *IDS):
@@ -90,6 +89,8 @@ def go_back(run: Path, step_directory: Path) -> str | None:
                 target = aside / source.parent.name / source.name
                 target.parent.mkdir(exist_ok=True)
                 os.replace(source, target)
+    for name in RECORDS:  # a run that goes on would do this; one that is finished does not start its log
+        records.keep_until(run / name, step)
     names = ", ".join(str(steps.number(path)) for path in later)
     what = f"the checkpoints of steps {names} and the records" if later else "the records"
     return f"going back to step {step}: {what} after it are in {aside}; remove that when you do not need it"

@@ -68,6 +68,7 @@ def check(settings: OnlineRunConfig, world_size: int) -> Plan:
         )
     if "actor" not in algorithm.updates(training.steps - 1):
         raise UserError(f"{name}.critic_warmup: lasts all {training.steps} steps, so no policy is trained; lower it")
+    settings.log.check_steps(training.steps)
     settings.optimizer.check_steps(training.updates)
     if settings.critic_kind is not None and settings.critic.optimizer is not None:
         settings.critic.optimizer.check_steps(training.updates, "critic.optimizer")

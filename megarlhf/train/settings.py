@@ -108,6 +108,15 @@ class LogConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
+    def check_steps(self, total_steps: int) -> None:
+        """Refuse (UserError) to profile steps that a run of `total_steps` steps does not have. Of steps that it has in
+        part, those are profiled that there are."""
+        if self.profile is not None and self.profile[0] > total_steps:
+            raise UserError(
+                f"log.profile: begins at step {self.profile[0]}, and the run has {total_steps} steps, so nothing would "
+                "be recorded; give earlier steps, or train longer"
+            )
+
     @property
     def trackers(self) -> tuple[WandB | MLflow, ...]:
         """The services that get the numbers."""

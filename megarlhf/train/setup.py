@@ -178,8 +178,9 @@ def execute(run: Callable[[Any, P, Topology], None], settings: RunConfig, plan: 
         if topology.rank == 0:
             Checkpoints(Path(settings.run), settings.checkpoint).sweep()
         plan = agree(settings, plan, rendezvous)  # before models are built, but under the lease
+        settings = going_back.applied(settings, plan.start.resume_from, topology)
         if not is_finished(settings, plan, topology):
-            run(going_back.applied(settings, plan.start.resume_from, topology), plan, topology)
+            run(settings, plan, topology)
 
 
 def agree(settings: RunConfig, plan: P, rendezvous: Rendezvous) -> P:
@@ -292,6 +293,7 @@ def files_writer(settings: RunConfig, start: Start, models: dict[str, Engine], l
         log.sync()
         (directory / RUN_FILE).write_text(config.dump(settings))
         same_data.save(start.cache, directory)
+        start.cache.keep()
         start.tokenizer.save(directory / "tokenizer")
         for role, engine in models.items():
             start.architecture.save(directory / role)

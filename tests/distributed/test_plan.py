@@ -187,6 +187,7 @@ MORE_OF_TWO = [
     *(("actor", family, {"tensor": 2, "sequence": True}, {}) for family in ("gpt2", "falcon")),
     ("actor", "llama", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
     ("actor", "llama", {"pipeline": 2}, {}),
+    ("actor", "llama", {"pipeline": 2}, {"trained_layers": 1, "recompute": "full"}),
     ("actor", "llama", {"distributed_optimizer": False}, {}),
 ]
 EXPERTS = [  # of 2 ranks

@@ -115,6 +115,7 @@ MORE_OF_ONE = [
     ("llama", "actor", {}, "none", 64),
     ("llama", "actor", {}, "full", 24),
     ("llama", "actor", {}, "none", 64, 2),
+    ("llama", "actor", {}, "full", 64, 1),
     ("gpt2", "actor", {}, "none", 64),
     ("mixtral", "actor", {}, "none", 64),
 ]

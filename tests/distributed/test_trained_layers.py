@@ -90,6 +90,21 @@ def train(cases, directory):
     return results
 
 
+def recomputed(sizes):
+    """{recompute: (weights after 3 updates, norms)}, with dropout, whose random numbers must be the same."""
+    found = {}
+    for recompute in ("none", "full"):
+        with layout(**sizes) as topology:
+            engine = build(
+                "actor", LLAMA, topology, micro_batch_tokens=48, dtype="fp32", optimizer=GENTLE, total_steps=3, seed=7,
+                trained_layers=TOP, dropout=0.1, recompute=recompute,
+            )  # fmt: skip
+            torch.manual_seed(11)
+            norms = [engine.step(share(examples(seed=step), topology), loss_of)["grad_norm"].value for step in range(3)]
+            found[recompute] = full_weights(engine), norms
+    return found
+
+
 def reload(directory, model):
     """The weights that one rank reads of what TP 2 x PP 2 or TP 2 saved."""
     (role, family) = model
@@ -150,6 +165,20 @@ def test_the_layout_does_not_matter(ranks, truth, directory, world_size):
         (found,) = ranks.run(1, reload, saved / "checkpoints" / "step_00000003" / model[0], model)
         for name, value in truth[model][1].items():
             close(found[name], value, (model, name))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in (dict(pipeline=2), dict(tensor=2, sequence=True)))],
+    ids=str,
+)
+def test_recomputed_layers_train_as_others(ranks, sizes):
+    """The frozen ones below them are computed once, without a backward pass."""
+    for found in ranks.run(2 if sizes else 1, recomputed, sizes):
+        (usual, norms), (again, same) = found["none"], found["full"]
+        assert norms == pytest.approx(same, rel=1e-6) and len(set(norms)) == 3
+        for name, value in usual.items():
+            close(again[name], value, name)
 
 
 def values_and_states(sizes):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ import yaml
 
 from megarlhf import cli
 from megarlhf.cli import find
+from megarlhf.cluster import watchdog
 from megarlhf.convert.convert import Options, megatron2hf
+from megarlhf.convert.workers import Workers
+from megarlhf.train import exporting
 from tests.distributed.layouts import layout
 from tests.e2e.runs import perplexities, prepare
 
@@ -97,6 +101,50 @@ def test_two_ranks_export_each_checkpoint(ranks, tmp_path):
     ranks.run(1, train, "sft", str(path), [([f"run={split}", "training.steps=4"], {})])
     check_run(split, tmp_path)
     assert digests(export) == whole and (split / "hf" / "step_00000004").is_dir()
+
+
+def long_export():
+    """What the watchdog hears on this rank while rank 0 alone works, and while nobody progresses."""
+    heard, workers, end = [], exporting.Ranks(), time.monotonic() + 30
+    workers.step = 7
+    usual, watchdog.phase = watchdog.phase, lambda *given: heard.append(given)
+
+    def work() -> int:
+        for part in range(3 if workers.rank == 0 else 0):
+            workers.progressed()
+            while len(heard) <= part and time.monotonic() < end:
+                time.sleep(0.01)
+        return workers.rank
+
+    try:
+        answers = workers.together(work)
+        before = len(heard)
+        workers.first(lambda: None)
+        return answers, heard, len(heard) - before
+    finally:
+        watchdog.phase = usual
+
+
+def test_the_watchdog_hears_of_a_long_export(ranks):
+    """All ranks enter the same phases, also those that only wait; none if nothing moves."""
+    for answers, heard, without in ranks.run(2, long_export):
+        assert answers == [0, 1] and heard == [("export", 7)] * 3 and without == 0
+
+
+def test_an_export_tells_of_its_parts(straight, tmp_path):
+    """Of each step of the conversion, and of each file that reaches the disk."""
+
+    class Watched(Workers):
+        parts = 0
+
+        def progressed(self) -> None:
+            self.parts += 1
+
+    run, _ = straight
+    workers = Watched()
+    made = megatron2hf(run / "checkpoints" / "step_00000008", tmp_path / "hf", Options(role="actor"), workers)
+    steps = made.tensors - 2 * 2 - 2  # of 2 layers: q, k and v are made in one, gate and up in another
+    assert workers.parts == steps + len([path for path in (tmp_path / "hf").rglob("*") if path.is_file()])
 
 
 @pytest.mark.long

@@ -94,6 +94,18 @@ def test_mistakes(tmp_path, capsys, steps):
     assert "log.profile" in line
 
 
+def test_steps_that_the_run_does_not_have(tmp_path, capsys):
+    """By training.steps, and by epochs of the data. One of the steps is enough."""
+    path = prepare(tmp_path, **{"training.steps": 4})
+    assert find("sft").check(find("sft").load(path, ["log.profile=[4, 9]"]), 1).total_steps == 4
+    mistakes = ((["log.profile=[5, 9]"], 5, 4), (["training.steps=null", "log.profile=[21, 21]"], 21, 20))
+    for more, begin, total in mistakes:
+        assert cli.main(["sft", "--config", str(path), *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"log.profile: begins at step {begin}, and the run has {total} steps, so nothing would be" in line
+    assert not (tmp_path / "run" / "run.yaml").exists()
+
+
 def test_peaks(monkeypatch):
     """By the name that the driver gives."""
     monkeypatch.setattr(meter.backend, "on_cuda", lambda: True)

@@ -146,6 +146,7 @@ MISTAKES = {
     "exact": ("rl", [], {"reinforce": {"kl": {"estimator": "exact"}}, "sampler": {"top_k": 3}},
               "sampler: reinforce with these options needs responses sampled from all tokens"),
     "decay": ("rl", [], {"reinforce": {"baseline_decay": 1.0}}, "reinforce.baseline_decay: must be at least 0"),
+    "profile": ("rl", [], {"log": {"profile": [99, 99]}}, "log.profile: begins at step 99, and the run has"),
 }  # fmt: skip
 
 
@@ -157,5 +158,5 @@ def test_mistakes(path, tmp_path, capsys, name):
     assert cli.main([program, "--config", str(tmp_path / "run.yaml")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
-    if name not in ("position", "exact"):  # which sections of different lines decide together
+    if name not in ("position", "exact", "profile"):  # which sections of different lines decide together
         assert f"{tmp_path}/run.yaml" in line

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from megarlhf.config import UserError
-from megarlhf.data import shares, sources
+from megarlhf.data import cache as cache_module
+from megarlhf.data import shares, sources, stored, unused
 from megarlhf.data.cache import Cache
 from megarlhf.data.files import DataFile
 from megarlhf.data.loader import Loader
@@ -559,3 +561,86 @@ def test_a_file_that_changes_while_it_is_read_is_refused(hf, tmp_path, small_par
         sft(str(path), Changing(), cache)
     assert not [*cache.directory.glob("sft-*/table.json")]
     assert values(sft(str(path), hf, cache)[0]) == values(sft(str(path), hf)[0])
+
+
+# -------------------------------------------------------------------------------------------------- removal
+
+
+def age(table, days=unused.DAYS + 1):
+    """As if it was made and used so long ago."""
+    for path in (*table.iterdir(), table):
+        os.utime(path, (time.time() - 86400 * days,) * 2)
+
+
+def test_tables_that_no_job_has_used_for_long_are_removed(hf, tmp_path, capsys):
+    """By whoever writes another one; with parts of unfinished ones, and what an interrupted removal has left. Nothing
+    else in the directory goes. A process that has mapped one goes on reading it."""
+    path, cache = write(tmp_path / "a.jsonl", lines(10)), Cache(tmp_path / "cache")
+    data, _ = sft(path, hf, cache)
+    (old,) = cache.directory.glob("sft-*")
+    sft(path, hf, Cache(cache.directory), max_length=20)
+    (recent,) = set(cache.directory.glob("sft-*")) - {old}
+    key = "0" * 32
+    gone = [cache.directory / name for name in (f"sft-{key}.building", f"sft-{key}.node.1.2.unused")]
+    stay = [cache.directory / name for name in ("sft-old", f"{key}", f"sft-{key}.mine", f"prompts-{key}.building")]
+    for directory in (*gone, *stay):
+        directory.mkdir()
+        (directory / "file").touch()
+        age(directory)
+    os.utime(stay[-1])  # a part was made
+    age(old), age(recent, unused.DAYS - 1), age(cache.directory / "files")
+    sft(path, hf, Cache(cache.directory))  # used again
+    sft(path, hf, Cache(cache.directory), max_length=30)
+    assert old.is_dir() and recent.is_dir() and all(p.is_dir() for p in stay) and not any(p.exists() for p in gone)
+    said = capsys.readouterr().err
+    assert f"{gone[0].name}, {gone[1].name} not used for 30 days, removed" in said
+
+    age(old)
+    cache.keep()  # as at a checkpoint
+    sft(path, hf, Cache(cache.directory), max_length=40)
+    assert old.is_dir()
+    age(old)
+    expected = values(data)
+    sft(path, hf, Cache(cache.directory), max_length=50)
+    assert not old.exists() and values(data) == expected and (cache.directory / "files").is_dir()
+    again = Cache(cache.directory)
+    assert values(sft(path, hf, again)[0]) == expected and again.converted == 10
+
+
+def test_a_table_that_is_used_again_while_it_is_removed_stays(hf, tmp_path, monkeypatch):
+    """Another rank marks it after its age was read, or finds it away under its other name."""
+    path, cache = write(tmp_path / "a.jsonl", lines(10)), Cache(tmp_path / "cache")
+    expected = values(sft(path, hf, cache)[0])
+    (old,) = cache.directory.glob("sft-*")
+    age(old)
+    rename, found = os.rename, []
+
+    def late(source, target):
+        if source == old and not found:
+            assert unused.touch(old)
+            rename(source, target)
+            found.append("marked")
+        else:
+            rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    sft(path, hf, Cache(cache.directory), max_length=20)
+    assert found and old.is_dir() and not list(cache.directory.glob("*.unused"))
+    again = Cache(cache.directory)
+    assert values(sft(path, hf, again)[0]) == expected and again.converted == 0
+
+    away, opened = tmp_path / "away", stored.opened
+
+    def opened_late(directory, starts):
+        if found.pop():
+            found.append("")
+            rename(directory, away)
+            try:
+                return opened(directory, starts)
+            finally:
+                rename(away, directory)
+        return opened(directory, starts)
+
+    monkeypatch.setattr(cache_module, "opened", opened_late)
+    again = Cache(cache.directory)
+    assert values(sft(path, hf, again)[0]) == expected and again.converted == 0 and found == []

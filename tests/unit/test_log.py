@@ -293,3 +293,27 @@ def test_mlflow(tmp_path, monkeypatch):
     assert run.info.run_name == "first try" and "a" in run.data.tags and run.info.status == "FINISHED"
     history = client.get_metric_history(ids[0], "evaluation/pass_at_8")
     assert sorted((point.step, point.value) for point in history) == [(1, 0.5), (3, 0.5)]
+
+
+def test_mlflow_gets_no_step_twice(tmp_path, monkeypatch):
+    """After restarts that repeat steps, also of numbers that come only sometimes, and of a name that comes anew."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'server'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = MLflow("project")
+    for start, steps in ((0, range(1, 8)), (4, range(5, 11)), (8, range(9, 13))):
+        with log(tmp_path / "run", start, trackers=[given]) as out:
+            tracker = out.trackers["MLflow"]
+            for step in steps:
+                out.record(step, {"loss": 100 * start + step} | ({"start/8": 1.0} if start == 8 else {}))
+                if step % 3 == 0:
+                    out.record(step, {"validation/loss": 100 * start + step})
+            assert out.trackers
+
+    def points(name: str) -> list[tuple[int, float]]:
+        found = tracker.client.get_metric_history(tracker.run_id, name)
+        return sorted((point.step, point.value) for point in found)
+
+    assert points("loss") == [*((n, n) for n in range(1, 8)), (8, 408), (9, 409), (10, 410), (11, 811), (12, 812)]
+    assert points("validation/loss") == [(3, 3), (6, 6), (9, 409), (12, 812)]
+    assert points("start/8") == [(n, 1) for n in range(9, 13)]
