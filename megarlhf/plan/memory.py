@@ -17,7 +17,7 @@ from megarlhf.experience.slot_memory import FREE
 from megarlhf.models import mixture
 from megarlhf.models.cache import VECTOR
 from megarlhf.models.model_config import in_top_layers
-from megarlhf.plan import activations, experts, model_work, sampling
+from megarlhf.plan import activations, adapters, experts, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "caches", "logits", "buffers", "margin")
@@ -239,10 +239,8 @@ def trained_elements(job: Job, model: Model, stage: int) -> int:
 
 
 def _adapters(job: Job, model: Model) -> int:
-    """Elements of a stage's adapters, about: those of B, or of A in row-parallel layers, are shared."""
-    if model.lora is None:
-        return 0
-    return model.lora.num_parameters(model.architecture) // job.parallel.model
+    """Elements of a stage's adapters."""
+    return job.layers(model) * sum(adapters.elements(job, model))
 
 
 def buffer_elements(job: Job, model: Model, stage: int) -> int:
@@ -253,11 +251,11 @@ def buffer_elements(job: Job, model: Model, stage: int) -> int:
 def buffers(job: Job, model: Model, stage: int) -> dict[str, int]:
     """{group that reduces it: elements of a gradient buffer}, of the experts and of all else: megatron aligns
     parameters, and pads the whole so that all ranks get equal parts."""
-    sums, adapters = _sums(job, model, stage), _adapters(job, model)
+    sums = _sums(job, model, stage)
     if not job.parallel.distributed_optimizer:
-        return {"data": sums.trained - sums.experts + adapters, "expert_data": sums.experts}
-    aligned = {"data": sums.aligned - sums.aligned_experts + -(-adapters // 64) * 64,
-               "expert_data": sums.aligned_experts}  # fmt: skip
+        return {"data": sums.trained - sums.experts + _adapters(job, model), "expert_data": sums.experts}
+    own = job.layers(model) * sum(-(-count // 64) * 64 for count in adapters.elements(job, model))
+    aligned = {"data": sums.aligned - sums.aligned_experts + own, "expert_data": sums.aligned_experts}
     multiples = {group: math.lcm(job.group_size(group), 128) for group in aligned}
     return {group: -(-count // multiples[group]) * multiples[group] for group, count in aligned.items()}
 
@@ -272,8 +270,8 @@ def shares(job: Job, model: Model, stage: int) -> int:
 
 def sequence_elements(job: Job, model: Model, stage: int) -> int:
     """Trained parameters of which each tensor-parallel rank sees a part of the sequence alone: norms, routers, shared
-    experts' gates, and biases that are added to its shard."""
-    return _sums(job, model, stage).sequence
+    experts' gates, biases that are added to its shard, and the whole matrix of each adapter."""
+    return _sums(job, model, stage).sequence + job.layers(model) * adapters.sequence_elements(job, model)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from megarlhf.kernels.products import CHUNK_BYTES
 from megarlhf.models.cache import VECTOR
 from megarlhf.models.spec import Architecture
-from megarlhf.plan import experts
+from megarlhf.plan import adapters, experts
 from megarlhf.plan.job import Job, Model
 from megarlhf.plan.work import Attention, Product, Traffic, Work, total
 from megarlhf.stream import Blocks
@@ -104,10 +104,12 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
             last and number == model.architecture.num_layers - 1,
             number >= first_trained,
             model.architecture.window(number),
+            # a frozen embedding gives the first layer an input that no gradient reaches
+            number > 0 or recomputed or model.lora is None,
         )
         for number in job.layer_numbers(model, stage)
     )
-    for (final, trains, window), times in kinds.items():
+    for (final, trains, window, given), times in kinds.items():
         sizes = tokens, read if final else None, stream.lengths
         parts.append(layer_forward(job, model, *sizes, window=window, grads=not recomputed) * times)
         # A later stage hands gradients to the stage before also where none of its own layers train; and recomputed
@@ -116,10 +118,10 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
             continue
         if recomputed:
             parts.append(layer_forward(job, model, *sizes, window=window, grads=True) * times)
-        elif job.recompute == "selective":
+        elif job.recompute == "selective" and adapters.needed(job, model, given=given)["linear_qkv"][1]:
             parts.append(Work(Counter(_attention(job, model, stream.lengths, window))) * times)
-        parts.append(layer_backward(job, model, *sizes, window=window, trains=trains) * times)
-    if stage == 0 and trained == model.architecture.num_layers:
+        parts.append(layer_backward(job, model, *sizes, window=window, trains=trains, given=given) * times)
+    if stage == 0 and trained == model.architecture.num_layers and model.lora is None:
         parts.append(_embedding_backward(job, model, tokens))
     if last:
         parts += [_heads(job, model, read, counted), _heads_backward(job, model, read, counted)]
@@ -160,6 +162,8 @@ def layer_forward(
             collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, tokens))
     moved = {"activations": _moved(job, model, tokens, kept)}
     work = Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["forward"])
+    if model.lora is not None:
+        work += adapters.forward(job, model, tokens, kept)
     if model.architecture.num_experts:
         work += experts.forward(job, model, kept, "plain" if grads else "linear")
     return work
@@ -167,36 +171,45 @@ def layer_forward(
 
 def layer_backward(
     job: Job, model: Model, tokens: int, read: int | None, lengths: Sequence[int], *, window: int | None,
-    trains: bool = True,
+    trains: bool = True, given: bool = True,
 ) -> Work:  # fmt: skip
-    """Gradients of a layer's input and weights; of its input alone if it does not train."""
+    """Gradients of a layer's input and weights; of its input alone if it does not train. `given`: whether the layer's
+    input needs a gradient, which all do but the first one's of a model with adapters."""
     kept = tokens if read is None else read
+    trains = trains and model.lora is None  # the layer's own weights
+    reached = adapters.needed(job, model, given=given)
     operations: Counter = Counter()
-    for rows, inner, columns in _linears(job, model, tokens, kept):
-        operations[Product(rows, columns, inner, "input")] += 1
-        if trains and model.lora is None:
-            operations[Product(columns, rows, inner, "weight")] += 1
-    for attention, times in _attention(job, model, lengths, window).items():
-        operations[dataclasses.replace(attention, backward=True)] += times
+    linears = zip(_linears(job, model, tokens, kept), reached.values(), strict=False)
+    for (rows, inner, columns), (needs_input, _) in linears:
+        operations[Product(rows, columns, inner, "input")] += needs_input
+        operations[Product(columns, rows, inner, "weight")] += trains
+    if reached["linear_qkv"][1]:
+        for attention, times in _attention(job, model, lengths, window).items():
+            operations[dataclasses.replace(attention, backward=True)] += times
     collectives: dict = {}
     if job.parallel.tensor > 1:
-        cut = (kept,) if _cuts_mlp(model) else ()
-        for rows in (tokens, *cut):  # of the column-parallel layers' inputs
+        columns = [(tokens, reached["linear_qkv"]), *([(kept, reached["linear_fc1"])] if _cuts_mlp(model) else ())]
+        for rows, (needs_input, _) in columns:  # of the column-parallel layers' inputs
+            if not needs_input:
+                continue
             if job.parts > 1:
-                if trains and model.lora is None:
+                if trains:
                     collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, rows))
                 collectives = _add(collectives, "reduce_scatter_tensor", _states(job, model, rows))
             else:
                 collectives = _add(collectives, "all_reduce", _states(job, model, rows))
         if job.parts > 1:
             # of the row-parallel layers' outputs, and of what the last layer selects
-            for _ in range(1 + len(cut) + (0 if read is None else _selections(model))):
+            outputs = reached["linear_proj"][0] + (_cuts_mlp(model) and reached["linear_fc2"][0])
+            for _ in range(outputs + (0 if read is None or not given else _selections(model))):
                 collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, kept))
     moved = {"activations": 2 * _moved(job, model, tokens, kept)}
-    if trains and model.lora is None:  # what every micro-batch adds to in the gradients
+    if trains:  # what every micro-batch adds to in the gradients
         moved["gradients"] = 2 * 4 * sum(inner * columns for _, inner, columns in _linears(job, model, 1, 1))
         moved["gradients"] += 2 * 4 * experts.elements(job, model)
-    work = Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["backward"])
+    work = Work(+operations, Counter(moved), collectives, calls=CALLS[job.device]["backward"])
+    if model.lora is not None:
+        work += adapters.backward(job, model, tokens, kept, given=given)
     return work + experts.backward(job, model, kept) if model.architecture.num_experts else work
 
 
@@ -306,6 +319,11 @@ def _head_products(job: Job, model: Model, counted: int) -> Counter:
     return found
 
 
+def trains_words(model: Model) -> bool:
+    """Whether the output layer's weight trains: not below adapters, nor tied to an embedding that is frozen."""
+    return model.lora is None and not (model.architecture.tie_embeddings and model.trained_layers is not None)
+
+
 def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
     a, tensor = model.architecture, job.parallel.tensor
     work = Work(memory=Counter({"activations": 10 * _states(job, model, read) // job.parts}), calls=15)
@@ -320,7 +338,7 @@ def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
         if number < len(chunks) - 1:
             operations[product] += 1  # its logits are computed again
         operations[Product(product.rows, columns, product.inner, "input")] += 1
-        if model.lora is None:
+        if trains_words(model):
             operations[Product(columns, product.rows, product.inner, "weight")] += 1
         logits += 2 * 4 * product.rows * columns
     collectives: dict = {}
@@ -330,7 +348,7 @@ def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
         collectives = _add(collectives, "reduce_scatter_tensor", states)
     elif tensor > 1:
         collectives = _add(collectives, "all_reduce", _states(job, model, counted))
-    moved = {"logits": logits, "gradients": 2 * 4 * a.hidden_size * columns * len(chunks) * (model.lora is None)}
+    moved = {"logits": logits, "gradients": 2 * 4 * a.hidden_size * columns * len(chunks) * trains_words(model)}
     return work + Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["head"])
 
 

@@ -78,8 +78,8 @@ def passes(job: Job, model: Model, stage: int, rows: int, *, trains: bool) -> tu
     for size, times in sizes.items():
         stream = model_work.Stream((shape.length,) * size, size * shape.counted, longest)
         parts.append(one(job, model, stage, stream) * times)
-    if missing := -count % parallel.micro_batch_multiple:  # the interleaved schedule's, without rows
-        empty = model_work.Stream((), 0, longest)
+    if missing := -count % parallel.micro_batch_multiple:  # the interleaved schedule's: a token that nobody counts
+        empty = model_work.Stream((1,) * (1 if job.online else shape.samples), 0, longest)
         parts.append(one(job, model, stage, empty) * missing)
         count += missing
     if parallel.pipeline > 1:

@@ -11,7 +11,9 @@ from megarlhf.algorithms.preference import preference
 from megarlhf.config import UserError
 from megarlhf.convert import huggingface, registry
 from megarlhf.models import mixture
+from megarlhf.models.adapters import Adapters
 from megarlhf.models.locate import find_model
+from megarlhf.models.model_config import LoraConfig, ModelConfig
 from megarlhf.models.spec import FILE, Architecture
 from megarlhf.plan import calibrate, phases
 from megarlhf.plan.job import Device, Job, Model, Shape
@@ -112,13 +114,14 @@ def _online(settings: OnlineRunConfig, architecture: Architecture, find: Find) -
     hydra = reference.kind == "hydra"  # the layers that train, on the actor's trunk
     models.append(
         Model("reference", architecture, "logprobs", weights_on_host=reference.on_host, borrows=bare or hydra,
-              trained_layers=settings.model.trained_layers if hydra else None)
+              trained_layers=settings.model.trained_layers if hydra else None, lora=_started(settings.model, bare))
     )  # fmt: skip
     if settings.average is not None:
         models.append(Model("average", architecture, "logprobs", lora=settings.model.lora, dtype="fp32"))
     judges = [source.checkpoint for source in settings.scoring.sources if source.checkpoint is not None]
     return (*models, *(
-        Model(f"reward {number}", find(path, "reward"), "scores", weights_on_host=settings.scoring.on_host)
+        Model(f"reward {number}", find(path, "reward"), "scores", weights_on_host=settings.scoring.on_host,
+              lora=_apart(path))
         for number, path in enumerate(judges)
     ))  # fmt: skip
 
@@ -140,8 +143,22 @@ def _offline(settings: OfflineRunConfig, architecture: Architecture) -> tuple[Mo
     hydra = getattr(reference, "kind", None) == "hydra"
     return trained, Model(
         "reference", architecture, "logprobs", weights_on_host=reference.on_host, borrows=bare or hydra,
-        trained_layers=model.trained_layers if hydra else None,
+        trained_layers=model.trained_layers if hydra else None, lora=_started(model, bare),
     )  # fmt: skip
+
+
+def _started(model: ModelConfig, bare: bool) -> LoraConfig | None:
+    """The adapters of a reference that is the actor's base: those that the actor starts from, or none."""
+    return model.lora if bare and model.lora.checkpoint is not None else None
+
+
+def _apart(path: str) -> LoraConfig | None:
+    """The adapters of a reward model, which scores with them apart from its base."""
+    try:
+        found = Adapters.of(find_model(path, "reward"))
+    except UserError:  # a Hugging Face model, or one that the caller's `find` knows
+        return None
+    return found and found.lora
 
 
 def _scores(settings: OfflineRunConfig) -> bool:

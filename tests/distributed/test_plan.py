@@ -17,6 +17,7 @@ from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
 from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.models.model_config import LoraConfig
 from megarlhf.models.spec import Architecture
 from megarlhf.plan import model_work, phases, sampling
 from megarlhf.plan.job import Job, Model, Shape
@@ -56,7 +57,7 @@ def all_outputs(outputs, rows):
 def job_for(role: str, family: str, sizes: dict, world: int, *, tokens: int, **more) -> Job:
     trained, samples = more.pop("trained_layers", None), more.pop("samples", 1)
     model = Model(
-        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained,
+        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, lora=more.pop("lora", None),
         trains_router=more.pop("trains_router", True), replays=more.pop("replays", False),
     )  # fmt: skip
     shape = Shape(ROWS, P + R, R, tokens, samples, slots=2)
@@ -135,7 +136,7 @@ def calls_of(job: Job, topology, role: str) -> dict:
     model, stage, rows = job.models[0], topology.pipeline_rank, job.rows_here
     engine = build(
         role, model.architecture, topology, micro_batch_tokens=job.shape.micro_batch_tokens, dtype="fp32",
-        optimizer=ADAM, recompute=job.recompute, trained_layers=model.trained_layers,
+        optimizer=ADAM, recompute=job.recompute, trained_layers=model.trained_layers, adapters=model.lora,
         router=ExpertsConfig(train_router=model.trains_router),
     )  # fmt: skip
     tokens = torch.randint(0, 503, (rows, P + R))
@@ -169,11 +170,36 @@ ONE = [
     ("actor", "mixtral", {}, {}),
     ("actor", "qwen2_moe", {}, {"trains_router": False, "replays": True}),
 ]
+ALL, SOME = LoraConfig(rank=3), LoraConfig(rank=2, targets=("k_proj", "linear_proj", "up_proj"))
+MLP = LoraConfig(rank=2, targets=("linear_fc2",))  # no gradient reaches the first layer's attention
+ADAPTERS = {
+    1: [
+        *(("actor", "llama", {}, {"lora": ALL, "recompute": kind}) for kind in ("none", "full")),
+        ("critic", "llama", {}, {"lora": MLP, "recompute": "selective"}),
+    ],
+    2: [
+        ("actor", "llama", {"tensor": 2}, {"lora": ALL}),
+        ("actor", "llama", {"tensor": 2, "sequence": True}, {"lora": ALL}),
+        ("actor", "llama", {"pipeline": 2}, {"lora": SOME}),
+    ],
+    -1: [
+        ("actor", "llama", {}, {"lora": SOME, "samples": 4}),
+        *(("actor", family, {}, {"lora": ALL}) for family in ("gpt2", "falcon", "neox")),
+        ("actor", "neox", {}, {"lora": MLP}),
+    ],
+    -2: [
+        ("actor_critic", "llama", {"tensor": 2, "sequence": True}, {"lora": SOME, "recompute": "full"}),
+        ("actor", "falcon", {"tensor": 2, "sequence": True}, {"lora": MLP}),
+        ("actor", "gpt2", {"tensor": 2}, {"lora": SOME, "recompute": "selective"}),
+        ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"lora": ALL}),
+        ("actor", "llama", {"distributed_optimizer": False}, {"lora": ALL}),
+    ],
+}
 MORE_OF_ONE = [
     ("actor", "llama", {}, {"recompute": "full"}),
     *(("actor", family, {}, {}) for family in ("neox", "falcon", "gemma")),
     ("critic", "llama", {}, {}),
-    ("actor", "llama", {}, {"trained_layers": 2}),
+    *(("actor", family, {}, {"trained_layers": 2}) for family in ("llama", "gpt2")),
 ]
 TWO = [
     ("actor", "gpt2", {"tensor": 2}, {}),
@@ -217,11 +243,15 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
     [
         (1, ONE),
         (2, TWO),
+        (1, ADAPTERS[1]),
+        (2, ADAPTERS[2]),
         *(
             pytest.param(world, cases, marks=pytest.mark.long)
             for world, cases in (
                 (1, MORE_OF_ONE),
                 (2, MORE_OF_TWO),
+                (1, ADAPTERS[-1]),
+                (2, ADAPTERS[-2]),
                 (2, EXPERTS),
                 (2, MORE_EXPERTS),
                 (4, FOUR),
