@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from megarlhf.experience.slot_memory import FREE
 from megarlhf.models import mixture
 from megarlhf.models.cache import VECTOR
-from megarlhf.models.model_config import in_top_layers
+from megarlhf.models.model_config import HEADS, in_top_layers
 from megarlhf.plan import activations, adapters, experts, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 
@@ -107,14 +107,14 @@ def _held(job: Job, stage: int, phase: str) -> dict[str, int]:
     for active in job.models:
         if not _takes_part(job, active, phase):
             continue
-        weights = optimizer = 0
+        here = optimizer = 0
         for model in job.models:
             if not model.weights_on_host or model is active:
-                weights += _weights(job, model, stage)
+                here += weights(job, model, stage)
             used = model is active and phase in ("learn", "step", "save")
             if model.trains and (used or not model.optimizer_on_host):
                 optimizer += optimizer_bytes(job, model, stage)
-        moment = {"weights": weights, "optimizer": optimizer}
+        moment = {"weights": here, "optimizer": optimizer}
         updates = learns and active.trains
         if updates:
             moment["gradients"] = max(4 * buffer_elements(job, model, stage) for model in job.trained)
@@ -210,6 +210,9 @@ def parameters(job: Job, model: Model, stage: int) -> Iterator[tuple[str, int]]:
     if last and model.scalar:
         yield "value_head.weight", a.hidden_size
         yield "value_head.bias", 1
+    if last and model.q_heads:
+        for name in ("first", "second"):
+            yield f"q_heads.{name}", model_work.vocabulary(job, model) * a.hidden_size
 
 
 def _is_split(name: str) -> bool:
@@ -227,7 +230,7 @@ def _trains(model: Model, name: str) -> bool:
     if not model.trains:
         return False
     if model.lora is not None:
-        return name.startswith("value_head.")
+        return name.startswith(HEADS)
     if mixture.ROUTER in name and not model.trains_router:
         return False
     return model.trained_layers is None or in_top_layers(model.architecture, model.trained_layers, name)
@@ -312,8 +315,9 @@ def _sums(job: Job, model: Model, stage: int) -> _Sums:
 _found: dict[tuple, _Sums] = {}
 
 
-def _weights(job: Job, model: Model, stage: int) -> int:
-    if model.borrows and not model.trains and model.trained_layers is not None:  # a hydra reference's branch
+def weights(job: Job, model: Model, stage: int) -> int:
+    """Bytes of a model's own weights on this rank."""
+    if model.hydra:
         return job.size(model) * trained_elements(job, dataclasses.replace(model, trains=True), stage)
     if model.borrows:
         return job.size(model) * trained_elements(job, model, stage)
@@ -322,6 +326,8 @@ def _weights(job: Job, model: Model, stage: int) -> int:
         found += job.size(model) * (buffer_elements(job, model, stage) - trained_elements(job, model, stage))
     if model.scalar and stage == job.parallel.pipeline - 1:
         found += 8  # gain and bias of rewards
+        # the Q heads' slow copies, in fp32
+        found += model.q_heads * 4 * model_work.vocabulary(job, model) * model.architecture.hidden_size
     if model.lora is not None:
         if model.lora.quantization == "nf4":  # 4 bits and a scale of 64 weights instead of the linear layers' 16
             linear = sum(rows * columns for _, rows, columns in model_work._linears(job, model, 1, 1))

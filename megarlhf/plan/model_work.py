@@ -76,7 +76,8 @@ def chunk_rows(job: Job, model: Model) -> int:
 
 
 def forward(job: Job, model: Model, stage: int, stream: Stream) -> Work:
-    """Without gradients: of the stage's layers, and of the head on the last stage."""
+    """Without gradients: of the stage's layers, and of the head on the last stage. Of a model beside the actor what it
+    adds to the actor's pass."""
     return _pass(job, model, stage, stream, 0, grads=False)
 
 
@@ -93,9 +94,8 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
     read = -(-max(counted, 1) // job.parts) * job.parts if not counted or job.parts > 1 else counted
     if not grads:
         body = _layers(job, model, stage, tokens, read if last else None, stream.lengths)
-        return total(
-            (_embedding(job, model, stage, tokens), body, _heads(job, model, read, counted) if last else Work())
-        )
+        entered = Work() if job.beside(model) else _embedding(job, model, stage, tokens)
+        return total((entered, body, _heads(job, model, read, counted) if last else Work()))
     first_trained = model.architecture.num_layers - trained  # the lowest layer that trains, over all stages
     parts = [_embedding(job, model, stage, tokens)]
     recomputed = job.recompute == "full"  # the first pass is without gradients
@@ -133,7 +133,7 @@ def _layers(
 ) -> Work:
     """The layers of a stage over T tokens; `read`: K on the last stage, None on others. `attends`: the last layer's
     attention is computed."""
-    windows = [model.architecture.window(number) for number in job.layer_numbers(model, stage)]
+    windows = [model.architecture.window(number) for number in job.branch(model, stage)]
     final = [] if read is None else [windows.pop()]
     parts = [layer_forward(job, model, tokens, None, lengths, window=window) * times
              for window, times in Counter(windows).items()]  # fmt: skip
@@ -301,13 +301,20 @@ def _heads(job: Job, model: Model, read: int, counted: int) -> Work:
         gathered = {("all_gather_into_tensor", "tensor"): Traffic(_states(job, model, read), 1)}
     if model.scalar:
         work += Work(Counter({Product(counted, a.hidden_size, 1): 1}), collectives=gathered, calls=15)
-    if model.words:
-        columns = vocabulary(job, model)
+    if not model.words:
+        return work
+    columns, collectives = vocabulary(job, model), dict(gathered)
+    if tensor > 1:
+        collectives = _add(collectives, "all_gather_into_tensor", tensor * counted * 4 * 4)
+    moved = {"logits": 2 * 4 * counted * columns}  # maxima; exponentials and their sums
+    words = Work(_head_products(job, model, counted), Counter(moved), collectives, calls=CALLS[job.device]["head"])
+    work += words * (1 + model.q_heads)
+    if model.q_heads:  # of their slow copies the taken tokens' values alone
         collectives = dict(gathered)
-        if tensor > 1:
-            collectives = _add(collectives, "all_gather_into_tensor", tensor * counted * 4 * 4)
-        moved = {"logits": 2 * 4 * counted * columns}  # maxima; exponentials and their sums
-        work += Work(_head_products(job, model, counted), Counter(moved), collectives, calls=CALLS[job.device]["head"])
+        for _ in range(model.q_heads if tensor > 1 else 0):
+            collectives = _add(collectives, "all_reduce", 4 * counted)
+        moved = {"activations": model.q_heads * counted * a.hidden_size * (4 * job.size(model) + 3 * 4)}
+        work += Work(memory=Counter(moved), collectives=collectives, calls=15 * model.q_heads)
     return work
 
 
@@ -325,20 +332,26 @@ def trains_words(model: Model) -> bool:
 
 
 def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
-    a, tensor = model.architecture, job.parallel.tensor
+    a = model.architecture
     work = Work(memory=Counter({"activations": 10 * _states(job, model, read) // job.parts}), calls=15)
     if model.scalar:
         inner = a.hidden_size
         work += Work(Counter([Product(counted, 1, inner), Product(1, counted, inner)]), calls=15)
     if not model.words:
         return work
-    columns, operations, logits = vocabulary(job, model), Counter(), 0
+    work += _words_backward(job, model, read, counted, trains=trains_words(model))
+    return work + _words_backward(job, model, read, counted, trains=True) * model.q_heads
+
+
+def _words_backward(job: Job, model: Model, read: int, counted: int, *, trains: bool) -> Work:
+    """Of the output layer, or a Q head."""
+    hidden, columns, operations, logits = model.architecture.hidden_size, vocabulary(job, model), Counter(), 0
     chunks = [product for product, times in _head_products(job, model, counted).items() for _ in range(times)]
     for number, product in enumerate(chunks):
         if number < len(chunks) - 1:
             operations[product] += 1  # its logits are computed again
         operations[Product(product.rows, columns, product.inner, "input")] += 1
-        if trains_words(model):
+        if trains:
             operations[Product(columns, product.rows, product.inner, "weight")] += 1
         logits += 2 * 4 * product.rows * columns
     collectives: dict = {}
@@ -346,10 +359,10 @@ def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
         states = _states(job, model, read)
         collectives = _add(collectives, "all_gather_into_tensor", states)
         collectives = _add(collectives, "reduce_scatter_tensor", states)
-    elif tensor > 1:
+    elif job.parallel.tensor > 1:
         collectives = _add(collectives, "all_reduce", _states(job, model, counted))
-    moved = {"logits": logits, "gradients": 2 * 4 * a.hidden_size * columns * len(chunks) * trains_words(model)}
-    return work + Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["head"])
+    moved = {"logits": logits, "gradients": 2 * 4 * hidden * columns * len(chunks) * trains}
+    return Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["head"])
 
 
 # ------------------------------------------------------------------------------------------- collectives

@@ -16,6 +16,7 @@ from megarlhf.batch import Prompts, Sequences
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
+from megarlhf.models.hydra import Hydra
 from megarlhf.models.mixture import ExpertsConfig
 from megarlhf.models.model_config import LoraConfig
 from megarlhf.models.spec import Architecture
@@ -60,13 +61,30 @@ def job_for(role: str, family: str, sizes: dict, world: int, *, tokens: int, **m
         role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, lora=more.pop("lora", None),
         trains_router=more.pop("trains_router", True), replays=more.pop("replays", False),
     )  # fmt: skip
+    others = ()
+    if more.pop("hydra", False):
+        others = (Model("reference", FAMILIES[family], "logprobs", trained_layers=trained, borrows=True),)
     shape = Shape(ROWS, P + R, R, tokens, samples, slots=2)
-    return Job("test", (model,), shape, ParallelConfig(**sizes), world, "fp32", device="cpu", **more)
+    return Job("test", (model, *others), shape, ParallelConfig(**sizes), world, "fp32", device="cpu", **more)
+
+
+class Whole:
+    """In the place of torch's tracker, which counts FLOPs by module and stumbles over views of received states."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
 
 
 def found(work) -> tuple[int, dict, Traffic]:
     """(FLOPs, {(collective, group): Traffic}, sent messages) of a call on this rank."""
-    with traffic.recorded() as log, FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    counter.mod_tracker = Whole()
+    with traffic.recorded() as log, counter:
         work()
     collectives, sent = {}, Traffic()
     for call in (entry for entry in log if isinstance(entry, traffic.Call)):
@@ -142,6 +160,13 @@ def calls_of(job: Job, topology, role: str) -> dict:
     tokens = torch.randint(0, 503, (rows, P + R))
     counted = torch.ones(rows, R, dtype=torch.bool)
     batch = Sequences(tokens=tokens, mask=counted, segments=torch.ones_like(tokens), prompt_len=P)
+    if reference := job.model("reference"):
+        works = [phases._forward("evaluate", job, each, stage).work for each in (model, reference)]
+        hydra = Hydra(engine, model.trained_layers)
+        with_reference = {"beside": (lambda: hydra.beside(batch, temperature=1.0), total(works))}
+        alone = dataclasses.replace(job, online=False)  # as offline programs run it
+        work = phases._forward("step", alone, reference, stage).work
+        return with_reference | ({} if model.scalar else {"reference": (lambda: hydra.forward(batch), work)})
     calls = {
         "forward": (lambda: engine.forward(batch), phases._forward("evaluate", job, model, stage).work),
         "step": (lambda: engine.step(batch, all_outputs), phases._update("learn", job, model, stage).work),
@@ -195,6 +220,25 @@ ADAPTERS = {
         ("actor", "llama", {"distributed_optimizer": False}, {"lora": ALL}),
     ],
 }
+Q_HEADS = {
+    1: [("actor_q", "llama", {}, {})],
+    2: [
+        ("actor_q", "llama", {"tensor": 2, "sequence": True}, {}),
+        ("actor_q", "llama", {"pipeline": 2}, {"lora": ALL}),
+    ],
+    -2: [
+        ("actor_q", "gpt2", {"tensor": 2}, {"recompute": "selective"}),
+        ("actor_q", "gpt2", {"pipeline": 2}, {"trained_layers": 1}),
+    ],
+}
+HYDRA = {
+    1: [("actor", "gpt2", {}, {"trained_layers": 2, "hydra": True})],
+    # the branch begins in the first stage, and both states travel; it lies in the last
+    2: [("actor", "llama", {"pipeline": 2}, {"trained_layers": 3, "hydra": True}),
+        ("actor_critic", "llama", {"tensor": 2, "sequence": True}, {"trained_layers": 2, "hydra": True}),
+        ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"trained_layers": 2, "hydra": True}),
+        ("actor", "window", {"pipeline": 2}, {"trained_layers": 2, "hydra": True})],
+}  # fmt: skip
 MORE_OF_ONE = [
     ("actor", "llama", {}, {"recompute": "full"}),
     *(("actor", family, {}, {}) for family in ("neox", "falcon", "gemma")),
@@ -245,6 +289,10 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
         (2, TWO),
         (1, ADAPTERS[1]),
         (2, ADAPTERS[2]),
+        (1, Q_HEADS[1]),
+        (2, Q_HEADS[2]),
+        (1, HYDRA[1]),
+        (2, HYDRA[2]),
         *(
             pytest.param(world, cases, marks=pytest.mark.long)
             for world, cases in (
@@ -252,6 +300,7 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
                 (2, MORE_OF_TWO),
                 (1, ADAPTERS[-1]),
                 (2, ADAPTERS[-2]),
+                (2, Q_HEADS[-2]),
                 (2, EXPERTS),
                 (2, MORE_EXPERTS),
                 (4, FOUR),

@@ -16,6 +16,7 @@ from megarlhf.cluster import gradients
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
 from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.models.model_config import LoraConfig
 from megarlhf.plan import memory
 from megarlhf.plan.job import Job, Model, Shape
 from tests.distributed.layouts import ADAM, GPT2, LLAMA, layout
@@ -64,16 +65,18 @@ def held(cases):
 
 
 def _held(
-    family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True
-):
+    family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True,
+    lora: LoraConfig | None = None,
+):  # fmt: skip
     rows, response = 8, 88 - prompt
     tokens = torch.randint(0, 503, (rows, 88))
     mask = torch.ones(rows, response, dtype=torch.bool)
     batch = Sequences(tokens=tokens, mask=mask, segments=torch.ones_like(tokens), prompt_len=prompt)
     replays = FAMILIES[family].num_experts is not None
     model = Model(
-        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays
-    )
+        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays,
+        lora=lora,
+    )  # fmt: skip
     gradients._memory.clear(), gradients._sizes.clear()  # of another case's model
     with layout(**sizes) as topology:
         job = Job("test", (model,), Shape(rows, 88, response, 4 * 88, slots=3), topology.parallel,
@@ -81,6 +84,7 @@ def _held(
         engine = build(
             role, model.architecture, topology, micro_batch_tokens=4 * 88, dtype="fp32", optimizer=ADAM,
             recompute=recompute, trained_layers=trained, router=ExpertsConfig(train_router=router),
+            adapters=lora,
         )  # fmt: skip
         phases = memory.rank(job, topology.pipeline_rank).phases
 
@@ -118,6 +122,13 @@ MORE_OF_ONE = [
     ("gpt2", "actor", {}, "none", 64),
     ("mixtral", "actor", {}, "none", 64),
 ]
+Q_HEADS = {
+    1: [("llama", "actor_q", {}, "none", 64), ("words", "actor_q", {}, "full", 24)],
+    2: [
+        ("llama", "actor_q", {"tensor": 2, "sequence": True}, "none", 24),
+        ("gpt2", "actor_q", {"pipeline": 2}, "none", 64),
+    ],
+}
 TWO = [
     ("llama", "actor", {"tensor": 2, "sequence": True}, "none", 64),
     ("llama", "actor", {"pipeline": 2}, "full", 64),
@@ -142,6 +153,8 @@ MORE_OF_TWO = [
     [
         (1, ONE),
         (2, TWO),
+        (1, Q_HEADS[1]),
+        pytest.param(2, Q_HEADS[2], marks=pytest.mark.long),
         pytest.param(1, MORE_OF_ONE, marks=pytest.mark.long),
         pytest.param(2, MORE_OF_TWO, marks=pytest.mark.long),
         pytest.param(2, EXPERTS, marks=pytest.mark.long),
