@@ -74,6 +74,8 @@ class Shape:
     slots: int | None = None  # of the sampler, a stage; None: as it chooses on this device
     epochs: int = 1
     minibatches: int = 1
+    # (key of the configuration, rows) that data-parallel ranks share evenly beside the batch: of text, of samples
+    shared: tuple[tuple[str, int], ...] = ()
 
     @property
     def prompt(self) -> int:
@@ -118,6 +120,11 @@ class Job:
                 f"training.{key}: {shape.rows} is not a multiple of {unit}, by {self.data} data-parallel ranks with "
                 f"{shape.minibatches} minibatches, and {shape.samples} rows that stay together; change it or the layout"
             )
+        for name, rows in shape.shared:
+            if rows % self.data:
+                raise UserError(
+                    f"{name}: {rows} is not a multiple of {self.data} data-parallel ranks; change it or the layout"
+                )
 
     @property
     def trained(self) -> tuple[Model, ...]:

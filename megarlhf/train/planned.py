@@ -85,14 +85,16 @@ def shape_of(settings: RunConfig) -> Shape:
         return Shape(
             training.batch_size, settings.longest_row, settings.sampler.response_length, tokens,
             settings.sampler.samples_per_prompt, settings.sampler.micro_batch_size, training.epochs,
-            training.minibatches,
+            training.minibatches, () if settings.ptx is None else (("ptx.batch_size", settings.ptx.batch_size),),
         )  # fmt: skip
     assert isinstance(settings, OfflineRunConfig)
     length = settings.longest_row
     counted = 1 if _scores(settings) else max(1, length - 1)
     # Programs that compare the responses to a prompt keep them on one rank (data_set.find).
     together = getattr(settings.data, "num_responses", 1)
-    return Shape(training.global_batch_size, length, counted, tokens, together)
+    normalization = getattr(settings, "normalization", None)
+    shared = () if normalization is None else (("normalization.samples", normalization.samples),)
+    return Shape(training.global_batch_size, length, counted, tokens, together, shared=shared)
 
 
 def _online(settings: OnlineRunConfig, architecture: Architecture, find: Find) -> tuple[Model, ...]:
