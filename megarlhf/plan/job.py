@@ -35,6 +35,7 @@ class Model:
     dtype: Literal["bf16", "fp32"] | None = None  # default: the job's
     trains_router: bool = True  # of a mixture of experts, where it trains
     replays: bool = False  # the experts that its sampler used are recorded, and used again
+    mlp_values: bool = False  # its value head has a hidden layer of twice the width
 
     @property
     def words(self) -> bool:

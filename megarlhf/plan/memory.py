@@ -20,6 +20,7 @@ from megarlhf.models.model_config import HEADS, in_top_layers
 from megarlhf.plan import activations, adapters, experts, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 
+JOINT_NORMS = ("query_norm.weight", "key_norm.weight")  # of all heads together, cut as the heads are
 KINDS = ("weights", "gradients", "optimizer", "activations", "caches", "logits", "buffers", "margin")
 MARGIN = {"cpu": 0.0, "cuda": 0.04}  # of a device, lost to the allocator's fragments
 CONTEXT = {"cpu": 350 * 2**20, "cuda": 2**30}  # of a process: interpreter and libraries; CUDA context and communicators
@@ -208,7 +209,12 @@ def parameters(job: Job, model: Model, stage: int) -> Iterator[tuple[str, int]]:
             elements //= tensor
         yield name, elements
     if last and model.scalar:
-        yield "value_head.weight", a.hidden_size
+        units = a.hidden_size
+        if model.mlp_values:
+            units = 2 * a.hidden_size // tensor
+            yield "value_head.hidden_weight", units * a.hidden_size
+            yield "value_head.hidden_bias", units
+        yield "value_head.weight", units
         yield "value_head.bias", 1
     if last and model.q_heads:
         for name in ("first", "second"):
@@ -217,7 +223,7 @@ def parameters(job: Job, model: Model, stage: int) -> Iterator[tuple[str, int]]:
 
 def _is_split(name: str) -> bool:
     """Whether tensor-parallel ranks share a weight of a layer."""
-    column = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+    column = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", *JOINT_NORMS)
     return name.endswith((*column, "linear_proj.weight", "linear_fc2.weight"))
 
 
@@ -277,6 +283,12 @@ def sequence_elements(job: Job, model: Model, stage: int) -> int:
     return _sums(job, model, stage).sequence + job.layers(model) * adapters.sequence_elements(job, model)
 
 
+def head_norm_elements(job: Job, model: Model, stage: int) -> int:
+    """Trained parameters of norms of single heads, whose gradients are summed over tensor-parallel ranks in any case:
+    each rank has other heads."""
+    return _sums(job, model, stage).head_norms
+
+
 @dataclass(frozen=True)
 class _Sums:
     """Elements on a rank, without adapters."""
@@ -285,14 +297,15 @@ class _Sums:
     trained: int
     aligned: int  # trained ones, as the gradient buffer places them
     sequence: int  # see `sequence_elements`
+    head_norms: int  # see `head_norm_elements`
     experts: int  # trained ones, of experts
     aligned_experts: int
 
 
 def _sums(job: Job, model: Model, stage: int) -> _Sums:
     # A search over layouts asks for the same again and again.
-    key = (model.architecture, model.head, model.trains, model.trained_layers, model.lora, model.trains_router,
-           job.parallel, stage)  # fmt: skip
+    key = (model.architecture, model.head, model.mlp_values, model.trains, model.trained_layers, model.lora,
+           model.trains_router, job.parallel, stage)  # fmt: skip
     if key not in _found:
         if len(_found) > 10_000:
             _found.clear()
@@ -304,8 +317,9 @@ def _sums(job: Job, model: Model, stage: int) -> _Sums:
             sum(count for _, count in trained),
             sum(-(-count // 64) * 64 for _, count in trained),
             sum(count for name, count in trained
-                if "norm" in name or mixture.ROUTER in name
+                if ("norm" in name and not name.endswith(JOINT_NORMS)) or mixture.ROUTER in name
                 or name.endswith(("linear_proj.bias", "linear_fc2.bias", "gate_weight"))),
+            sum(count for name, count in trained if "q_layernorm" in name or "k_layernorm" in name),
             sum(own),
             sum(-(-count // 64) * 64 for count in own),
         )  # fmt: skip

@@ -160,6 +160,7 @@ def layer_forward(
     if read is not None and job.parts > 1:
         for _ in range(_selections(model)):
             collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, tokens))
+    collectives = _joint_norms(job, model, tokens, collectives)
     moved = {"activations": _moved(job, model, tokens, kept)}
     work = Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["forward"])
     if model.lora is not None:
@@ -203,6 +204,8 @@ def layer_backward(
             outputs = reached["linear_proj"][0] + (_cuts_mlp(model) and reached["linear_fc2"][0])
             for _ in range(outputs + (0 if read is None or not given else _selections(model))):
                 collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, kept))
+        if reached["linear_qkv"][1]:
+            collectives = _joint_norms(job, model, tokens, collectives)
     moved = {"activations": 2 * _moved(job, model, tokens, kept)}
     if trains:  # what every micro-batch adds to in the gradients
         moved["gradients"] = 2 * 4 * sum(inner * columns for _, inner, columns in _linears(job, model, 1, 1))
@@ -211,6 +214,14 @@ def layer_backward(
     if model.lora is not None:
         work += adapters.backward(job, model, tokens, kept, given=given)
     return work + experts.backward(job, model, kept) if model.architecture.num_experts else work
+
+
+def _joint_norms(job: Job, model: Model, tokens: int, collectives: dict) -> dict:
+    """The sums over all heads of queries' squares, and of keys', which the ranks make together in both directions."""
+    if model.architecture.qk_norm_joint and job.parallel.tensor > 1:
+        for _ in range(2):
+            collectives = _add(collectives, "all_reduce", 4 * tokens)
+    return collectives
 
 
 def _selections(model: Model) -> int:
@@ -264,10 +275,13 @@ def _moved(job: Job, model: Model, tokens: int, kept: int) -> int:
     the activation, sums. Each operand of an operation once."""
     a, tensor, size = model.architecture, job.parallel.tensor, job.size(model)
     norms = 5 * a.hidden_size // job.parts  # two passes of reading, two of writing, one between
+    norms *= 2 if a.norms == "both" else 1
+    of_heads = 5 * (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tensor
     sums = 3 * a.hidden_size // job.parts
     turned = 4 * (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tensor
     activation = (5 if a.gated_mlp else 2) * (a.shared_expert_size or 0 if a.num_experts else a.ffn_hidden_size)
     activation = activation // tensor + experts.moved(job, model)
+    turned += of_heads * (a.qk_norm or a.qk_norm_joint)
     return size * (tokens * (norms + turned) + kept * (norms + 2 * sums + activation))
 
 
@@ -300,7 +314,11 @@ def _heads(job: Job, model: Model, read: int, counted: int) -> Work:
     if job.parts > 1:
         gathered = {("all_gather_into_tensor", "tensor"): Traffic(_states(job, model, read), 1)}
     if model.scalar:
-        work += Work(Counter({Product(counted, a.hidden_size, 1): 1}), collectives=gathered, calls=15)
+        collectives = dict(gathered)
+        if model.mlp_values and tensor > 1:  # the ranks' parts of the values
+            collectives = _add(collectives, "all_reduce", 4 * counted)
+        products = Counter(Product(counted, inner, columns) for inner, columns in _value_head(job, model))
+        work += Work(products, collectives=collectives, calls=15 + 4 * model.mlp_values)
     if not model.words:
         return work
     columns, collectives = vocabulary(job, model), dict(gathered)
@@ -318,6 +336,13 @@ def _heads(job: Job, model: Model, read: int, counted: int) -> Work:
     return work
 
 
+def _value_head(job: Job, model: Model) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the layers of a value head on this rank."""
+    hidden = model.architecture.hidden_size
+    units = 2 * hidden // job.parallel.tensor
+    return [(hidden, units), (units, 1)] if model.mlp_values else [(hidden, 1)]
+
+
 def _head_products(job: Job, model: Model, counted: int) -> Counter:
     found: Counter = Counter()
     step, inner, columns = chunk_rows(job, model), model.architecture.hidden_size, vocabulary(job, model)
@@ -332,11 +357,16 @@ def trains_words(model: Model) -> bool:
 
 
 def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
-    a = model.architecture
     work = Work(memory=Counter({"activations": 10 * _states(job, model, read) // job.parts}), calls=15)
     if model.scalar:
-        inner = a.hidden_size
-        work += Work(Counter([Product(counted, 1, inner), Product(1, counted, inner)]), calls=15)
+        products: Counter = Counter()
+        for inner, columns in _value_head(job, model):
+            products += Counter([Product(counted, columns, inner), Product(columns, counted, inner)])
+        collectives = {}
+        if model.mlp_values and job.parallel.tensor > 1:  # of its input, to which each rank gives a part
+            kind = "reduce_scatter_tensor" if job.parts > 1 else "all_reduce"
+            collectives = _add(collectives, kind, _states(job, model, read))
+        work += Work(products, collectives=collectives, calls=15 + 8 * model.mlp_values)
     if not model.words:
         return work
     work += _words_backward(job, model, read, counted, trains=trains_words(model))

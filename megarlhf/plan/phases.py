@@ -111,7 +111,8 @@ def apply(job: Job, model: Model, stage: int) -> Work:
             collectives["all_gather_into_tensor", group] = gathered * sum(map(bool, buffers.values()))
         else:
             collectives["all_reduce", group] = Traffic(4 * count, parallel.chunks)
-    if job.parts > 1 and (norms := memory.sequence_elements(job, model, stage)):
+    part = memory.sequence_elements if job.parts > 1 else memory.head_norm_elements
+    if parallel.tensor > 1 and (norms := part(job, model, stage)):
         collectives["all_reduce", "tensor"] = Traffic(4 * norms, 1)
     tied = model.architecture.tie_embeddings and model.words and parallel.pipeline > 1
     if tied and stage in (0, parallel.pipeline - 1) and model.trained_layers is None and model.lora is None:

@@ -101,15 +101,18 @@ def _online(settings: OnlineRunConfig, architecture: Architecture, find: Find) -
     trains = {"trains": True, "trained_layers": settings.model.trained_layers, "lora": settings.model.lora,
               "trains_router": mixture.trains_router(settings.model.experts, rl=True)}  # fmt: skip
     kind, hosts = settings.critic_kind, settings.optimizer.state_on_host
+    mlp = kind is not None and settings.critic.head == "mlp"
     models = [
         Model("actor", architecture, "logprobs+values" if kind == "shared" else "logprobs", optimizer_on_host=hosts,
-              replays=settings.replay_experts and architecture.num_experts is not None, **trains)
+              replays=settings.replay_experts and architecture.num_experts is not None,
+              mlp_values=mlp and kind == "shared", **trains)
     ]  # fmt: skip
     if kind in ("separate", "adapters"):
         own = settings.critic.optimizer
         models.append(
             Model("critic", architecture, "values", weights_on_host=settings.critic.on_host,
-                  optimizer_on_host=hosts if own is None else own.state_on_host, borrows=kind == "adapters", **trains)
+                  optimizer_on_host=hosts if own is None else own.state_on_host, borrows=kind == "adapters",
+                  mlp_values=mlp, **trains)
         )  # fmt: skip
     reference = settings.reference
     bare = settings.model.lora is not None and reference.checkpoint is None  # the actor without its adapters

@@ -24,7 +24,7 @@ from megarlhf.plan import model_work, phases, sampling
 from megarlhf.plan.job import Job, Model, Shape
 from megarlhf.plan.work import Traffic, Work, total
 from tests import traffic
-from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, examples, layout
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GEMMA2, GPT2, LLAMA, NEOX, OLMO2, examples, layout
 from tests.distributed.test_hydra_cost import COUNTED as FORWARD
 
 ROWS, P, R = 8, 10, 6  # of the global batch
@@ -36,6 +36,7 @@ COUNTED = FORWARD | {  # and what its table leaves out of a backward pass
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA}
 FAMILIES["window"] = dataclasses.replace(LLAMA, family="mistral", sliding_window=7, full_attention_layers=(1, 3))
+FAMILIES |= {"gemma2": GEMMA2, "olmo2": OLMO2, "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True)}
 FAMILIES["mixtral"] = Architecture(
     "mixtral", num_layers=4, hidden_size=64, ffn_hidden_size=48, num_attention_heads=8, num_query_groups=4,
     vocab_size=503, max_position_embeddings=64, num_experts=4, experts_per_token=2, init_std=0.1,
@@ -59,6 +60,7 @@ def job_for(role: str, family: str, sizes: dict, world: int, *, tokens: int, **m
     trained, samples = more.pop("trained_layers", None), more.pop("samples", 1)
     model = Model(
         role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, lora=more.pop("lora", None),
+        mlp_values=more.pop("mlp", False),
         trains_router=more.pop("trains_router", True), replays=more.pop("replays", False),
     )  # fmt: skip
     others = ()
@@ -155,6 +157,7 @@ def calls_of(job: Job, topology, role: str) -> dict:
     engine = build(
         role, model.architecture, topology, micro_batch_tokens=job.shape.micro_batch_tokens, dtype="fp32",
         optimizer=ADAM, recompute=job.recompute, trained_layers=model.trained_layers, adapters=model.lora,
+        mlp_values=model.mlp_values,
         router=ExpertsConfig(train_router=model.trains_router),
     )  # fmt: skip
     tokens = torch.randint(0, 503, (rows, P + R))
@@ -239,6 +242,21 @@ HYDRA = {
         ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"trained_layers": 2, "hydra": True}),
         ("actor", "window", {"pipeline": 2}, {"trained_layers": 2, "hydra": True})],
 }  # fmt: skip
+VALUES = {  # of a hidden layer
+    1: [("critic", "llama", {}, {"mlp": True})],
+    2: [(role, "llama", {"tensor": 2, "sequence": sequence}, {"mlp": True})
+        for role, sequence in (("critic", True), ("actor_critic", False))],
+}  # fmt: skip
+NORMS = {
+    1: [("actor", family, {}, {}) for family in ("olmo2", "qwen3")],
+    2: [("actor", "olmo2", {"tensor": 2}, {"recompute": "full"}), ("actor", "qwen3", {"tensor": 2}, {})],
+    -2: [
+        *(("actor", family, {"tensor": 2, "sequence": True}, {}) for family in ("olmo2", "gemma2")),
+        ("actor", "olmo2", {"tensor": 2}, {"lora": MLP}),
+        ("actor", "qwen3", {"tensor": 2, "sequence": True}, {"trained_layers": 2}),
+        ("actor", "qwen3", {"tensor": 2}, {"lora": SOME}),
+    ],
+}
 MORE_OF_ONE = [
     ("actor", "llama", {}, {"recompute": "full"}),
     *(("actor", family, {}, {}) for family in ("neox", "falcon", "gemma")),
@@ -291,6 +309,10 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
         (2, ADAPTERS[2]),
         (1, Q_HEADS[1]),
         (2, Q_HEADS[2]),
+        (1, VALUES[1]),
+        (2, VALUES[2]),
+        (1, NORMS[1]),
+        (2, NORMS[2]),
         (1, HYDRA[1]),
         (2, HYDRA[2]),
         *(
@@ -301,6 +323,7 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
                 (1, ADAPTERS[-1]),
                 (2, ADAPTERS[-2]),
                 (2, Q_HEADS[-2]),
+                (2, NORMS[-2]),
                 (2, EXPERTS),
                 (2, MORE_EXPERTS),
                 (4, FOUR),
