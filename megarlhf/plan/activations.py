@@ -29,12 +29,15 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
     block = _block(job, model)
     moments = []
     if last:
-        heads = {"activations": others + kept + 3 * counted_states}
+        messages = states if stage else 0  # the next input is not there yet
+        heads = {"activations": others - messages + kept + 3 * counted_states}
         if model.words:
             chunk = min(counted, model_work.chunk_rows(job, model)) * model_work.vocabulary(job, model)
-            heads["logits"] = (4 if size == 4 else 6) * chunk  # in half precision their gradient has memory of its own
+            # Each head holds its own; in half precision the gradient of one has memory of its own.
+            heads["logits"] = 4 * chunk * (1 + model.q_heads) + (0 if size == 4 else 2 * chunk)
             # What autograd gets for the weight's gradient, which is added to the gradient buffer instead.
-            heads["buffers"] = size * a.hidden_size * model_work.vocabulary(job, model)
+            if model.q_heads or model_work.trains_words(model):
+                heads["buffers"] = size * a.hidden_size * model_work.vocabulary(job, model)
         moments.append(heads)
         whole = last_kept(job, model, tokens, counted, recompute="none")
         again = whole - last_kept(job, model, tokens, counted) if job.recompute == "full" else 0
@@ -49,7 +52,7 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
         before = 2 * states if job.recompute == "full" and trained else 0
         moments.append({"activations": others + before + fleeting(job, model, tokens)})
     if job.device == "cpu" and last and model.words:  # which keeps the memory of a chunk (cpu/memory.py)
-        moments = [{"logits": moments[0]["logits"]} | moment for moment in moments]
+        moments = [{"logits": 4 * chunk if size == 4 else 6 * chunk} | moment for moment in moments]
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 

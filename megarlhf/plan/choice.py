@@ -130,8 +130,9 @@ def _nothing(found: Found, job: Job, machine: Machine, others: Mapping[str, Mach
         return (
             f"{where}: no layout is legal. Tensor sizes must divide the model's heads, key/value groups and a node's "
             f"GPUs, pipeline sizes its {job.models[0].architecture.num_layers} layers, and the batch of "
-            f"{job.shape.rows} must be a multiple of minibatches x data-parallel ranks: change the number of GPUs or "
-            "the batch\n"
+            f"{job.shape.rows} must be a multiple of minibatches x data-parallel ranks"
+            + "".join(f", {key} {rows} of the latter" for key, rows in job.shape.shared)
+            + ": change the number of GPUs or the batch\n"
         )
     best, lines = found.smallest, []
     kind, size = best.memory.largest

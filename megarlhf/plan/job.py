@@ -35,6 +35,7 @@ class Model:
     dtype: Literal["bf16", "fp32"] | None = None  # default: the job's
     trains_router: bool = True  # of a mixture of experts, where it trains
     replays: bool = False  # the experts that its sampler used are recorded, and used again
+    mlp_values: bool = False  # its value head has a hidden layer of twice the width
 
     @property
     def words(self) -> bool:
@@ -44,6 +45,21 @@ class Model:
     @property
     def scalar(self) -> bool:
         return self.head != "logprobs"
+
+    @property
+    def hydra(self) -> bool:
+        """Whether it is a reference that grows from the actor's trunk, of as many layers as train."""
+        return self.borrows and not self.trains and self.trained_layers is not None
+
+    @property
+    def q_heads(self) -> int:
+        """ILQL's: heads as large as an output layer."""
+        return 2 if self.head.endswith("+q") else 0
+
+    @property
+    def outputs(self) -> int:
+        """Numbers a token that a forward pass returns: Q heads give a Q value and a log-prob each, and the slow one."""
+        return self.words + self.scalar + (2 * self.q_heads + 1 if self.q_heads else 0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,8 @@ class Shape:
     slots: int | None = None  # of the sampler, a stage; None: as it chooses on this device
     epochs: int = 1
     minibatches: int = 1
+    # (key of the configuration, rows) that data-parallel ranks share evenly beside the batch: of text, of samples
+    shared: tuple[tuple[str, int], ...] = ()
 
     @property
     def prompt(self) -> int:
@@ -103,6 +121,11 @@ class Job:
                 f"training.{key}: {shape.rows} is not a multiple of {unit}, by {self.data} data-parallel ranks with "
                 f"{shape.minibatches} minibatches, and {shape.samples} rows that stay together; change it or the layout"
             )
+        for name, rows in shape.shared:
+            if rows % self.data:
+                raise UserError(
+                    f"{name}: {rows} is not a multiple of {self.data} data-parallel ranks; change it or the layout"
+                )
 
     @property
     def trained(self) -> tuple[Model, ...]:
@@ -121,6 +144,17 @@ class Job:
     def size(self, model: Model) -> int:
         """Bytes of one of a model's numbers."""
         return SIZES[model.dtype or self.dtype]
+
+    def beside(self, model: Model) -> bool:
+        """Whether a model's forward pass is one with the actor's, which has the trunk: a hydra reference's, where
+        responses are sampled. Offline programs run a reference before the actor."""
+        return self.online and model.hydra
+
+    def branch(self, model: Model, stage: int) -> list[int]:
+        """Of `layer_numbers` those that a model does not share with the actor's trunk."""
+        lowest = model.architecture.num_layers - (model.trained_layers or model.architecture.num_layers)
+        numbers = self.layer_numbers(model, stage)
+        return [number for number in numbers if number >= lowest] if self.beside(model) else numbers
 
     def model(self, role: str) -> Model | None:
         return next((model for model in self.models if model.role == role), None)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from megarlhf.experience.slot_memory import FREE
 from megarlhf.models import mixture
 from megarlhf.models.cache import VECTOR
-from megarlhf.models.model_config import in_top_layers
-from megarlhf.plan import activations, experts, model_work, sampling
+from megarlhf.models.model_config import HEADS, in_top_layers
+from megarlhf.plan import activations, adapters, experts, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 
+JOINT_NORMS = ("query_norm.weight", "key_norm.weight")  # of all heads together, cut as the heads are
 KINDS = ("weights", "gradients", "optimizer", "activations", "caches", "logits", "buffers", "margin")
 MARGIN = {"cpu": 0.0, "cuda": 0.04}  # of a device, lost to the allocator's fragments
 CONTEXT = {"cpu": 350 * 2**20, "cuda": 2**30}  # of a process: interpreter and libraries; CUDA context and communicators
@@ -107,14 +108,14 @@ def _held(job: Job, stage: int, phase: str) -> dict[str, int]:
     for active in job.models:
         if not _takes_part(job, active, phase):
             continue
-        weights = optimizer = 0
+        here = optimizer = 0
         for model in job.models:
             if not model.weights_on_host or model is active:
-                weights += _weights(job, model, stage)
+                here += weights(job, model, stage)
             used = model is active and phase in ("learn", "step", "save")
             if model.trains and (used or not model.optimizer_on_host):
                 optimizer += optimizer_bytes(job, model, stage)
-        moment = {"weights": weights, "optimizer": optimizer}
+        moment = {"weights": here, "optimizer": optimizer}
         updates = learns and active.trains
         if updates:
             moment["gradients"] = max(4 * buffer_elements(job, model, stage) for model in job.trained)
@@ -208,13 +209,21 @@ def parameters(job: Job, model: Model, stage: int) -> Iterator[tuple[str, int]]:
             elements //= tensor
         yield name, elements
     if last and model.scalar:
-        yield "value_head.weight", a.hidden_size
+        units = a.hidden_size
+        if model.mlp_values:
+            units = 2 * a.hidden_size // tensor
+            yield "value_head.hidden_weight", units * a.hidden_size
+            yield "value_head.hidden_bias", units
+        yield "value_head.weight", units
         yield "value_head.bias", 1
+    if last and model.q_heads:
+        for name in ("first", "second"):
+            yield f"q_heads.{name}", model_work.vocabulary(job, model) * a.hidden_size
 
 
 def _is_split(name: str) -> bool:
     """Whether tensor-parallel ranks share a weight of a layer."""
-    column = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+    column = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", *JOINT_NORMS)
     return name.endswith((*column, "linear_proj.weight", "linear_fc2.weight"))
 
 
@@ -227,7 +236,7 @@ def _trains(model: Model, name: str) -> bool:
     if not model.trains:
         return False
     if model.lora is not None:
-        return name.startswith("value_head.")
+        return name.startswith(HEADS)
     if mixture.ROUTER in name and not model.trains_router:
         return False
     return model.trained_layers is None or in_top_layers(model.architecture, model.trained_layers, name)
@@ -239,10 +248,8 @@ def trained_elements(job: Job, model: Model, stage: int) -> int:
 
 
 def _adapters(job: Job, model: Model) -> int:
-    """Elements of a stage's adapters, about: those of B, or of A in row-parallel layers, are shared."""
-    if model.lora is None:
-        return 0
-    return model.lora.num_parameters(model.architecture) // job.parallel.model
+    """Elements of a stage's adapters."""
+    return job.layers(model) * sum(adapters.elements(job, model))
 
 
 def buffer_elements(job: Job, model: Model, stage: int) -> int:
@@ -253,11 +260,11 @@ def buffer_elements(job: Job, model: Model, stage: int) -> int:
 def buffers(job: Job, model: Model, stage: int) -> dict[str, int]:
     """{group that reduces it: elements of a gradient buffer}, of the experts and of all else: megatron aligns
     parameters, and pads the whole so that all ranks get equal parts."""
-    sums, adapters = _sums(job, model, stage), _adapters(job, model)
+    sums = _sums(job, model, stage)
     if not job.parallel.distributed_optimizer:
-        return {"data": sums.trained - sums.experts + adapters, "expert_data": sums.experts}
-    aligned = {"data": sums.aligned - sums.aligned_experts + -(-adapters // 64) * 64,
-               "expert_data": sums.aligned_experts}  # fmt: skip
+        return {"data": sums.trained - sums.experts + _adapters(job, model), "expert_data": sums.experts}
+    own = job.layers(model) * sum(-(-count // 64) * 64 for count in adapters.elements(job, model))
+    aligned = {"data": sums.aligned - sums.aligned_experts + own, "expert_data": sums.aligned_experts}
     multiples = {group: math.lcm(job.group_size(group), 128) for group in aligned}
     return {group: -(-count // multiples[group]) * multiples[group] for group, count in aligned.items()}
 
@@ -272,8 +279,14 @@ def shares(job: Job, model: Model, stage: int) -> int:
 
 def sequence_elements(job: Job, model: Model, stage: int) -> int:
     """Trained parameters of which each tensor-parallel rank sees a part of the sequence alone: norms, routers, shared
-    experts' gates, and biases that are added to its shard."""
-    return _sums(job, model, stage).sequence
+    experts' gates, biases that are added to its shard, and the whole matrix of each adapter."""
+    return _sums(job, model, stage).sequence + job.layers(model) * adapters.sequence_elements(job, model)
+
+
+def head_norm_elements(job: Job, model: Model, stage: int) -> int:
+    """Trained parameters of norms of single heads, whose gradients are summed over tensor-parallel ranks in any case:
+    each rank has other heads."""
+    return _sums(job, model, stage).head_norms
 
 
 @dataclass(frozen=True)
@@ -284,14 +297,15 @@ class _Sums:
     trained: int
     aligned: int  # trained ones, as the gradient buffer places them
     sequence: int  # see `sequence_elements`
+    head_norms: int  # see `head_norm_elements`
     experts: int  # trained ones, of experts
     aligned_experts: int
 
 
 def _sums(job: Job, model: Model, stage: int) -> _Sums:
     # A search over layouts asks for the same again and again.
-    key = (model.architecture, model.head, model.trains, model.trained_layers, model.lora, model.trains_router,
-           job.parallel, stage)  # fmt: skip
+    key = (model.architecture, model.head, model.mlp_values, model.trains, model.trained_layers, model.lora,
+           model.trains_router, job.parallel, stage)  # fmt: skip
     if key not in _found:
         if len(_found) > 10_000:
             _found.clear()
@@ -303,8 +317,9 @@ def _sums(job: Job, model: Model, stage: int) -> _Sums:
             sum(count for _, count in trained),
             sum(-(-count // 64) * 64 for _, count in trained),
             sum(count for name, count in trained
-                if "norm" in name or mixture.ROUTER in name
+                if ("norm" in name and not name.endswith(JOINT_NORMS)) or mixture.ROUTER in name
                 or name.endswith(("linear_proj.bias", "linear_fc2.bias", "gate_weight"))),
+            sum(count for name, count in trained if "q_layernorm" in name or "k_layernorm" in name),
             sum(own),
             sum(-(-count // 64) * 64 for count in own),
         )  # fmt: skip
@@ -314,8 +329,9 @@ def _sums(job: Job, model: Model, stage: int) -> _Sums:
 _found: dict[tuple, _Sums] = {}
 
 
-def _weights(job: Job, model: Model, stage: int) -> int:
-    if model.borrows and not model.trains and model.trained_layers is not None:  # a hydra reference's branch
+def weights(job: Job, model: Model, stage: int) -> int:
+    """Bytes of a model's own weights on this rank."""
+    if model.hydra:
         return job.size(model) * trained_elements(job, dataclasses.replace(model, trains=True), stage)
     if model.borrows:
         return job.size(model) * trained_elements(job, model, stage)
@@ -324,6 +340,8 @@ def _weights(job: Job, model: Model, stage: int) -> int:
         found += job.size(model) * (buffer_elements(job, model, stage) - trained_elements(job, model, stage))
     if model.scalar and stage == job.parallel.pipeline - 1:
         found += 8  # gain and bias of rewards
+        # the Q heads' slow copies, in fp32
+        found += model.q_heads * 4 * model_work.vocabulary(job, model) * model.architecture.hidden_size
     if model.lora is not None:
         if model.lora.quantization == "nf4":  # 4 bits and a scale of 64 weights instead of the linear layers' 16
             linear = sum(rows * columns for _, rows, columns in model_work._linears(job, model, 1, 1))

@@ -20,7 +20,7 @@ import torch
 from megarlhf.kernels.products import CHUNK_BYTES
 from megarlhf.models.cache import VECTOR
 from megarlhf.models.spec import Architecture
-from megarlhf.plan import experts
+from megarlhf.plan import adapters, experts
 from megarlhf.plan.job import Job, Model
 from megarlhf.plan.work import Attention, Product, Traffic, Work, total
 from megarlhf.stream import Blocks
@@ -76,7 +76,8 @@ def chunk_rows(job: Job, model: Model) -> int:
 
 
 def forward(job: Job, model: Model, stage: int, stream: Stream) -> Work:
-    """Without gradients: of the stage's layers, and of the head on the last stage."""
+    """Without gradients: of the stage's layers, and of the head on the last stage. Of a model beside the actor what it
+    adds to the actor's pass."""
     return _pass(job, model, stage, stream, 0, grads=False)
 
 
@@ -93,9 +94,8 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
     read = -(-max(counted, 1) // job.parts) * job.parts if not counted or job.parts > 1 else counted
     if not grads:
         body = _layers(job, model, stage, tokens, read if last else None, stream.lengths)
-        return total(
-            (_embedding(job, model, stage, tokens), body, _heads(job, model, read, counted) if last else Work())
-        )
+        entered = Work() if job.beside(model) else _embedding(job, model, stage, tokens)
+        return total((entered, body, _heads(job, model, read, counted) if last else Work()))
     first_trained = model.architecture.num_layers - trained  # the lowest layer that trains, over all stages
     parts = [_embedding(job, model, stage, tokens)]
     recomputed = job.recompute == "full"  # the first pass is without gradients
@@ -104,10 +104,12 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
             last and number == model.architecture.num_layers - 1,
             number >= first_trained,
             model.architecture.window(number),
+            # a frozen embedding gives the first layer an input that no gradient reaches
+            number > 0 or recomputed or model.lora is None,
         )
         for number in job.layer_numbers(model, stage)
     )
-    for (final, trains, window), times in kinds.items():
+    for (final, trains, window, given), times in kinds.items():
         sizes = tokens, read if final else None, stream.lengths
         parts.append(layer_forward(job, model, *sizes, window=window, grads=not recomputed) * times)
         # A later stage hands gradients to the stage before also where none of its own layers train.
@@ -115,10 +117,10 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
             continue
         if recomputed:
             parts.append(layer_forward(job, model, *sizes, window=window, grads=True) * times)
-        elif job.recompute == "selective":
+        elif job.recompute == "selective" and adapters.needed(job, model, given=given)["linear_qkv"][1]:
             parts.append(Work(Counter(_attention(job, model, stream.lengths, window))) * times)
-        parts.append(layer_backward(job, model, *sizes, window=window, trains=trains) * times)
-    if stage == 0 and trained == model.architecture.num_layers:
+        parts.append(layer_backward(job, model, *sizes, window=window, trains=trains, given=given) * times)
+    if stage == 0 and trained == model.architecture.num_layers and model.lora is None:
         parts.append(_embedding_backward(job, model, tokens))
     if last:
         parts += [_heads(job, model, read, counted), _heads_backward(job, model, read, counted)]
@@ -130,7 +132,7 @@ def _layers(
 ) -> Work:
     """The layers of a stage over T tokens; `read`: K on the last stage, None on others. `attends`: the last layer's
     attention is computed."""
-    windows = [model.architecture.window(number) for number in job.layer_numbers(model, stage)]
+    windows = [model.architecture.window(number) for number in job.branch(model, stage)]
     final = [] if read is None else [windows.pop()]
     parts = [layer_forward(job, model, tokens, None, lengths, window=window) * times
              for window, times in Counter(windows).items()]  # fmt: skip
@@ -157,8 +159,11 @@ def layer_forward(
     if read is not None and job.parts > 1:
         for _ in range(_selections(model)):
             collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, tokens))
+    collectives = _joint_norms(job, model, tokens, collectives)
     moved = {"activations": _moved(job, model, tokens, kept)}
     work = Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["forward"])
+    if model.lora is not None:
+        work += adapters.forward(job, model, tokens, kept)
     if model.architecture.num_experts:
         work += experts.forward(job, model, kept, "plain" if grads else "linear")
     return work
@@ -166,37 +171,56 @@ def layer_forward(
 
 def layer_backward(
     job: Job, model: Model, tokens: int, read: int | None, lengths: Sequence[int], *, window: int | None,
-    trains: bool = True,
+    trains: bool = True, given: bool = True,
 ) -> Work:  # fmt: skip
-    """Gradients of a layer's input and weights; of its input alone if it does not train."""
+    """Gradients of a layer's input and weights; of its input alone if it does not train. `given`: whether the layer's
+    input needs a gradient, which all do but the first one's of a model with adapters."""
     kept = tokens if read is None else read
+    trains = trains and model.lora is None  # the layer's own weights
+    reached = adapters.needed(job, model, given=given)
     operations: Counter = Counter()
-    for rows, inner, columns in _linears(job, model, tokens, kept):
-        operations[Product(rows, columns, inner, "input")] += 1
-        if trains and model.lora is None:
-            operations[Product(columns, rows, inner, "weight")] += 1
-    for attention, times in _attention(job, model, lengths, window).items():
-        operations[dataclasses.replace(attention, backward=True)] += times
+    linears = zip(_linears(job, model, tokens, kept), reached.values(), strict=False)
+    for (rows, inner, columns), (needs_input, _) in linears:
+        operations[Product(rows, columns, inner, "input")] += needs_input
+        operations[Product(columns, rows, inner, "weight")] += trains
+    if reached["linear_qkv"][1]:
+        for attention, times in _attention(job, model, lengths, window).items():
+            operations[dataclasses.replace(attention, backward=True)] += times
     collectives: dict = {}
     if job.parallel.tensor > 1:
-        cut = (kept,) if _cuts_mlp(model) else ()
-        for rows in (tokens, *cut):  # of the column-parallel layers' inputs
+        columns = [(tokens, reached["linear_qkv"]), *([(kept, reached["linear_fc1"])] if _cuts_mlp(model) else ())]
+        for rows, (needs_input, _) in columns:  # of the column-parallel layers' inputs
+            if not needs_input:
+                continue
             if job.parts > 1:
-                if trains and model.lora is None:
+                if trains:
                     collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, rows))
                 collectives = _add(collectives, "reduce_scatter_tensor", _states(job, model, rows))
             else:
                 collectives = _add(collectives, "all_reduce", _states(job, model, rows))
         if job.parts > 1:
             # of the row-parallel layers' outputs, and of what the last layer selects
-            for _ in range(1 + len(cut) + (0 if read is None else _selections(model))):
+            outputs = reached["linear_proj"][0] + (_cuts_mlp(model) and reached["linear_fc2"][0])
+            for _ in range(outputs + (0 if read is None or not given else _selections(model))):
                 collectives = _add(collectives, "all_gather_into_tensor", _states(job, model, kept))
+        if reached["linear_qkv"][1]:
+            collectives = _joint_norms(job, model, tokens, collectives)
     moved = {"activations": 2 * _moved(job, model, tokens, kept)}
-    if trains and model.lora is None:  # what every micro-batch adds to in the gradients
+    if trains:  # what every micro-batch adds to in the gradients
         moved["gradients"] = 2 * 4 * sum(inner * columns for _, inner, columns in _linears(job, model, 1, 1))
         moved["gradients"] += 2 * 4 * experts.elements(job, model)
-    work = Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["backward"])
+    work = Work(+operations, Counter(moved), collectives, calls=CALLS[job.device]["backward"])
+    if model.lora is not None:
+        work += adapters.backward(job, model, tokens, kept, given=given)
     return work + experts.backward(job, model, kept) if model.architecture.num_experts else work
+
+
+def _joint_norms(job: Job, model: Model, tokens: int, collectives: dict) -> dict:
+    """The sums over all heads of queries' squares, and of keys', which the ranks make together in both directions."""
+    if model.architecture.qk_norm_joint and job.parallel.tensor > 1:
+        for _ in range(2):
+            collectives = _add(collectives, "all_reduce", 4 * tokens)
+    return collectives
 
 
 def _selections(model: Model) -> int:
@@ -250,10 +274,13 @@ def _moved(job: Job, model: Model, tokens: int, kept: int) -> int:
     the activation, sums. Each operand of an operation once."""
     a, tensor, size = model.architecture, job.parallel.tensor, job.size(model)
     norms = 5 * a.hidden_size // job.parts  # two passes of reading, two of writing, one between
+    norms *= 2 if a.norms == "both" else 1
+    of_heads = 5 * (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tensor
     sums = 3 * a.hidden_size // job.parts
     turned = 4 * (a.num_attention_heads + a.num_query_groups) * a.kv_channels // tensor
     activation = (5 if a.gated_mlp else 2) * (a.shared_expert_size or 0 if a.num_experts else a.ffn_hidden_size)
     activation = activation // tensor + experts.moved(job, model)
+    turned += of_heads * (a.qk_norm or a.qk_norm_joint)
     return size * (tokens * (norms + turned) + kept * (norms + 2 * sums + activation))
 
 
@@ -286,15 +313,33 @@ def _heads(job: Job, model: Model, read: int, counted: int) -> Work:
     if job.parts > 1:
         gathered = {("all_gather_into_tensor", "tensor"): Traffic(_states(job, model, read), 1)}
     if model.scalar:
-        work += Work(Counter({Product(counted, a.hidden_size, 1): 1}), collectives=gathered, calls=15)
-    if model.words:
-        columns = vocabulary(job, model)
         collectives = dict(gathered)
-        if tensor > 1:
-            collectives = _add(collectives, "all_gather_into_tensor", tensor * counted * 4 * 4)
-        moved = {"logits": 2 * 4 * counted * columns}  # maxima; exponentials and their sums
-        work += Work(_head_products(job, model, counted), Counter(moved), collectives, calls=CALLS[job.device]["head"])
+        if model.mlp_values and tensor > 1:  # the ranks' parts of the values
+            collectives = _add(collectives, "all_reduce", 4 * counted)
+        products = Counter(Product(counted, inner, columns) for inner, columns in _value_head(job, model))
+        work += Work(products, collectives=collectives, calls=15 + 4 * model.mlp_values)
+    if not model.words:
+        return work
+    columns, collectives = vocabulary(job, model), dict(gathered)
+    if tensor > 1:
+        collectives = _add(collectives, "all_gather_into_tensor", tensor * counted * 4 * 4)
+    moved = {"logits": 2 * 4 * counted * columns}  # maxima; exponentials and their sums
+    words = Work(_head_products(job, model, counted), Counter(moved), collectives, calls=CALLS[job.device]["head"])
+    work += words * (1 + model.q_heads)
+    if model.q_heads:  # of their slow copies the taken tokens' values alone
+        collectives = dict(gathered)
+        for _ in range(model.q_heads if tensor > 1 else 0):
+            collectives = _add(collectives, "all_reduce", 4 * counted)
+        moved = {"activations": model.q_heads * counted * a.hidden_size * (4 * job.size(model) + 3 * 4)}
+        work += Work(memory=Counter(moved), collectives=collectives, calls=15 * model.q_heads)
     return work
+
+
+def _value_head(job: Job, model: Model) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the layers of a value head on this rank."""
+    hidden = model.architecture.hidden_size
+    units = 2 * hidden // job.parallel.tensor
+    return [(hidden, units), (units, 1)] if model.mlp_values else [(hidden, 1)]
 
 
 def _head_products(job: Job, model: Model, counted: int) -> Counter:
@@ -305,21 +350,37 @@ def _head_products(job: Job, model: Model, counted: int) -> Counter:
     return found
 
 
+def trains_words(model: Model) -> bool:
+    """Whether the output layer's weight trains: not below adapters, nor tied to an embedding that is frozen."""
+    return model.lora is None and not (model.architecture.tie_embeddings and model.trained_layers is not None)
+
+
 def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
-    a, tensor = model.architecture, job.parallel.tensor
     work = Work(memory=Counter({"activations": 10 * _states(job, model, read) // job.parts}), calls=15)
     if model.scalar:
-        inner = a.hidden_size
-        work += Work(Counter([Product(counted, 1, inner), Product(1, counted, inner)]), calls=15)
+        products: Counter = Counter()
+        for inner, columns in _value_head(job, model):
+            products += Counter([Product(counted, columns, inner), Product(columns, counted, inner)])
+        collectives = {}
+        if model.mlp_values and job.parallel.tensor > 1:  # of its input, to which each rank gives a part
+            kind = "reduce_scatter_tensor" if job.parts > 1 else "all_reduce"
+            collectives = _add(collectives, kind, _states(job, model, read))
+        work += Work(products, collectives=collectives, calls=15 + 8 * model.mlp_values)
     if not model.words:
         return work
-    columns, operations, logits = vocabulary(job, model), Counter(), 0
+    work += _words_backward(job, model, read, counted, trains=trains_words(model))
+    return work + _words_backward(job, model, read, counted, trains=True) * model.q_heads
+
+
+def _words_backward(job: Job, model: Model, read: int, counted: int, *, trains: bool) -> Work:
+    """Of the output layer, or a Q head."""
+    hidden, columns, operations, logits = model.architecture.hidden_size, vocabulary(job, model), Counter(), 0
     chunks = [product for product, times in _head_products(job, model, counted).items() for _ in range(times)]
     for number, product in enumerate(chunks):
         if number < len(chunks) - 1:
             operations[product] += 1  # its logits are computed again
         operations[Product(product.rows, columns, product.inner, "input")] += 1
-        if model.lora is None:
+        if trains:
             operations[Product(columns, product.rows, product.inner, "weight")] += 1
         logits += 2 * 4 * product.rows * columns
     collectives: dict = {}
@@ -327,10 +388,10 @@ def _heads_backward(job: Job, model: Model, read: int, counted: int) -> Work:
         states = _states(job, model, read)
         collectives = _add(collectives, "all_gather_into_tensor", states)
         collectives = _add(collectives, "reduce_scatter_tensor", states)
-    elif tensor > 1:
+    elif job.parallel.tensor > 1:
         collectives = _add(collectives, "all_reduce", _states(job, model, counted))
-    moved = {"logits": logits, "gradients": 2 * 4 * a.hidden_size * columns * len(chunks) * (model.lora is None)}
-    return work + Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["head"])
+    moved = {"logits": logits, "gradients": 2 * 4 * hidden * columns * len(chunks) * trains}
+    return Work(operations, Counter(moved), collectives, calls=CALLS[job.device]["head"])
 
 
 # ------------------------------------------------------------------------------------------- collectives

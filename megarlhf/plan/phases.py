@@ -44,8 +44,8 @@ def step(job: Job, stage: int) -> list[Run]:
 def _forward(phase: str, job: Job, model: Model, stage: int) -> Run:
     work, count = passes(job, model, stage, job.rows_here, trains=False)
     if job.parallel.pipeline > 1:  # the last stage sends what it found
-        outputs = (model.head.count("+") + 1) * 4 * job.rows_here * job.shape.counted
-        work += Work(collectives={("broadcast", "pipeline"): Traffic(outputs, model.head.count("+") + 1)})
+        outputs = model.outputs * 4 * job.rows_here * job.shape.counted
+        work += Work(collectives={("broadcast", "pipeline"): Traffic(outputs, model.outputs)})
     return Run(phase, model.role, "forward", work + _copies(job, model, stage), count)
 
 
@@ -61,7 +61,7 @@ def _update(phase: str, job: Job, model: Model, stage: int) -> Run:
 def _copies(job: Job, model: Model, stage: int, *, trains: bool = False) -> Work:
     """Of what is in host memory: to the device before it is used, and back where it changes (cluster/offload.py)."""
     both = 2 if trains else 1
-    size = both * job.size(model) * memory.elements(job, model, stage) if model.weights_on_host else 0
+    size = both * memory.weights(job, model, stage) if model.weights_on_host else 0
     if trains and model.optimizer_on_host:
         size += both * memory.optimizer_bytes(job, model, stage)
     return Work(memory=Counter({"host": size} if size else {}))
@@ -78,8 +78,8 @@ def passes(job: Job, model: Model, stage: int, rows: int, *, trains: bool) -> tu
     for size, times in sizes.items():
         stream = model_work.Stream((shape.length,) * size, size * shape.counted, longest)
         parts.append(one(job, model, stage, stream) * times)
-    if missing := -count % parallel.micro_batch_multiple:  # the interleaved schedule's, without rows
-        empty = model_work.Stream((), 0, longest)
+    if missing := -count % parallel.micro_batch_multiple:  # the interleaved schedule's: a token that nobody counts
+        empty = model_work.Stream((1,) * (1 if job.online else shape.samples), 0, longest)
         parts.append(one(job, model, stage, empty) * missing)
         count += missing
     if parallel.pipeline > 1:
@@ -87,7 +87,11 @@ def passes(job: Job, model: Model, stage: int, rows: int, *, trains: bool) -> tu
         sent = parallel.chunks - (stage == parallel.pipeline - 1)
         if trains:
             sent += parallel.chunks - (stage == 0)
-        parts.append(Work(messages=Traffic(each * sent * count, sent * count)))
+        calls = sent * count
+        if job.beside(model):  # in the actor's messages, where the branch begins below the last chunk
+            in_chunk = model.architecture.num_layers // (parallel.pipeline * parallel.chunks)
+            sent, calls = sent * (model.trained_layers > in_chunk), 0
+        parts.append(Work(messages=Traffic(each * sent * count, calls)))
     return total(parts), count
 
 
@@ -107,7 +111,8 @@ def apply(job: Job, model: Model, stage: int) -> Work:
             collectives["all_gather_into_tensor", group] = gathered * sum(map(bool, buffers.values()))
         else:
             collectives["all_reduce", group] = Traffic(4 * count, parallel.chunks)
-    if job.parts > 1 and (norms := memory.sequence_elements(job, model, stage)):
+    part = memory.sequence_elements if job.parts > 1 else memory.head_norm_elements
+    if parallel.tensor > 1 and (norms := part(job, model, stage)):
         collectives["all_reduce", "tensor"] = Traffic(4 * norms, 1)
     tied = model.architecture.tie_embeddings and model.words and parallel.pipeline > 1
     if tied and stage in (0, parallel.pipeline - 1) and model.trained_layers is None and model.lora is None:
@@ -115,6 +120,9 @@ def apply(job: Job, model: Model, stage: int) -> Work:
         collectives["all_reduce", "embedding"] = Traffic(size, 1)
     # Clear, read for the norm and again to apply; moments and fp32 weight read and written; the model's own written.
     moved = {"gradients": 4 * (padded + 2 * share), "optimizer": 24 * share, "weights": job.size(model) * share}
+    if model.q_heads and stage == parallel.pipeline - 1:  # slow copies, in fp32, follow the heads after every update
+        each = model_work.vocabulary(job, model) * model.architecture.hidden_size
+        moved["weights"] += model.q_heads * each * (2 * 4 + job.size(model))
     calls = model_work.CALLS[job.device]["update"] * (job.layers(model) + 1)
     return Work(memory=Counter(moved), collectives=collectives, calls=calls)
 

@@ -201,8 +201,7 @@ def host_bytes(job: Job, per_node: int) -> int:
     """Pinned memory of a node's ranks for what is in host memory, at the most."""
 
     def rank(stage: int) -> int:
-        weights = sum(job.size(model) * memory.elements(job, model, stage)
-                      for model in job.models if model.weights_on_host)  # fmt: skip
+        weights = sum(memory.weights(job, model, stage) for model in job.models if model.weights_on_host)
         return weights + sum(memory.optimizer_bytes(job, model, stage) for model in job.models
                              if model.optimizer_on_host)  # fmt: skip
 

@@ -11,7 +11,9 @@ from megarlhf.algorithms.preference import preference
 from megarlhf.config import UserError
 from megarlhf.convert import huggingface, registry
 from megarlhf.models import mixture
+from megarlhf.models.adapters import Adapters
 from megarlhf.models.locate import find_model
+from megarlhf.models.model_config import LoraConfig, ModelConfig
 from megarlhf.models.spec import FILE, Architecture
 from megarlhf.plan import calibrate, phases
 from megarlhf.plan.job import Device, Job, Model, Shape
@@ -83,42 +85,48 @@ def shape_of(settings: RunConfig) -> Shape:
         return Shape(
             training.batch_size, settings.longest_row, settings.sampler.response_length, tokens,
             settings.sampler.samples_per_prompt, settings.sampler.micro_batch_size, training.epochs,
-            training.minibatches,
+            training.minibatches, () if settings.ptx is None else (("ptx.batch_size", settings.ptx.batch_size),),
         )  # fmt: skip
     assert isinstance(settings, OfflineRunConfig)
     length = settings.longest_row
     counted = 1 if _scores(settings) else max(1, length - 1)
     # Programs that compare the responses to a prompt keep them on one rank (data_set.find).
     together = getattr(settings.data, "num_responses", 1)
-    return Shape(training.global_batch_size, length, counted, tokens, together)
+    normalization = getattr(settings, "normalization", None)
+    shared = () if normalization is None else (("normalization.samples", normalization.samples),)
+    return Shape(training.global_batch_size, length, counted, tokens, together, shared=shared)
 
 
 def _online(settings: OnlineRunConfig, architecture: Architecture, find: Find) -> tuple[Model, ...]:
     trains = {"trains": True, "trained_layers": settings.model.trained_layers, "lora": settings.model.lora,
               "trains_router": mixture.trains_router(settings.model.experts, rl=True)}  # fmt: skip
     kind, hosts = settings.critic_kind, settings.optimizer.state_on_host
+    mlp = kind is not None and settings.critic.head == "mlp"
     models = [
         Model("actor", architecture, "logprobs+values" if kind == "shared" else "logprobs", optimizer_on_host=hosts,
-              replays=settings.replay_experts and architecture.num_experts is not None, **trains)
+              replays=settings.replay_experts and architecture.num_experts is not None,
+              mlp_values=mlp and kind == "shared", **trains)
     ]  # fmt: skip
     if kind in ("separate", "adapters"):
         own = settings.critic.optimizer
         models.append(
             Model("critic", architecture, "values", weights_on_host=settings.critic.on_host,
-                  optimizer_on_host=hosts if own is None else own.state_on_host, borrows=kind == "adapters", **trains)
+                  optimizer_on_host=hosts if own is None else own.state_on_host, borrows=kind == "adapters",
+                  mlp_values=mlp, **trains)
         )  # fmt: skip
     reference = settings.reference
     bare = settings.model.lora is not None and reference.checkpoint is None  # the actor without its adapters
     hydra = reference.kind == "hydra"  # the layers that train, on the actor's trunk
     models.append(
         Model("reference", architecture, "logprobs", weights_on_host=reference.on_host, borrows=bare or hydra,
-              trained_layers=settings.model.trained_layers if hydra else None)
+              trained_layers=settings.model.trained_layers if hydra else None, lora=_started(settings.model, bare))
     )  # fmt: skip
     if settings.average is not None:
         models.append(Model("average", architecture, "logprobs", lora=settings.model.lora, dtype="fp32"))
     judges = [source.checkpoint for source in settings.scoring.sources if source.checkpoint is not None]
     return (*models, *(
-        Model(f"reward {number}", find(path, "reward"), "scores", weights_on_host=settings.scoring.on_host)
+        Model(f"reward {number}", find(path, "reward"), "scores", weights_on_host=settings.scoring.on_host,
+              lora=_apart(path))
         for number, path in enumerate(judges)
     ))  # fmt: skip
 
@@ -140,8 +148,22 @@ def _offline(settings: OfflineRunConfig, architecture: Architecture) -> tuple[Mo
     hydra = getattr(reference, "kind", None) == "hydra"
     return trained, Model(
         "reference", architecture, "logprobs", weights_on_host=reference.on_host, borrows=bare or hydra,
-        trained_layers=model.trained_layers if hydra else None,
+        trained_layers=model.trained_layers if hydra else None, lora=_started(model, bare),
     )  # fmt: skip
+
+
+def _started(model: ModelConfig, bare: bool) -> LoraConfig | None:
+    """The adapters of a reference that is the actor's base: those that the actor starts from, or none."""
+    return model.lora if bare and model.lora.checkpoint is not None else None
+
+
+def _apart(path: str) -> LoraConfig | None:
+    """The adapters of a reward model, which scores with them apart from its base."""
+    try:
+        found = Adapters.of(find_model(path, "reward"))
+    except UserError:  # a Hugging Face model, or one that the caller's `find` knows
+        return None
+    return found and found.lora
 
 
 def _scores(settings: OfflineRunConfig) -> bool:

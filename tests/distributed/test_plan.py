@@ -16,13 +16,15 @@ from megarlhf.batch import Prompts, Sequences
 from megarlhf.cluster.parallel import ParallelConfig
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
+from megarlhf.models.hydra import Hydra
 from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.models.model_config import LoraConfig
 from megarlhf.models.spec import Architecture
 from megarlhf.plan import model_work, phases, sampling
 from megarlhf.plan.job import Job, Model, Shape
 from megarlhf.plan.work import Traffic, Work, total
 from tests import traffic
-from tests.distributed.layouts import ADAM, FALCON, GEMMA, GPT2, LLAMA, NEOX, examples, layout
+from tests.distributed.layouts import ADAM, FALCON, GEMMA, GEMMA2, GPT2, LLAMA, NEOX, OLMO2, examples, layout
 from tests.distributed.test_hydra_cost import COUNTED as FORWARD
 
 ROWS, P, R = 8, 10, 6  # of the global batch
@@ -34,6 +36,7 @@ COUNTED = FORWARD | {  # and what its table leaves out of a backward pass
 }
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX, "falcon": FALCON, "gemma": GEMMA}
 FAMILIES["window"] = dataclasses.replace(LLAMA, family="mistral", sliding_window=7, full_attention_layers=(1, 3))
+FAMILIES |= {"gemma2": GEMMA2, "olmo2": OLMO2, "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True)}
 FAMILIES["mixtral"] = Architecture(
     "mixtral", num_layers=4, hidden_size=64, ffn_hidden_size=48, num_attention_heads=8, num_query_groups=4,
     vocab_size=503, max_position_embeddings=64, num_experts=4, experts_per_token=2, init_std=0.1,
@@ -56,16 +59,34 @@ def all_outputs(outputs, rows):
 def job_for(role: str, family: str, sizes: dict, world: int, *, tokens: int, **more) -> Job:
     trained, samples = more.pop("trained_layers", None), more.pop("samples", 1)
     model = Model(
-        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained,
+        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, lora=more.pop("lora", None),
+        mlp_values=more.pop("mlp", False),
         trains_router=more.pop("trains_router", True), replays=more.pop("replays", False),
     )  # fmt: skip
+    others = ()
+    if more.pop("hydra", False):
+        others = (Model("reference", FAMILIES[family], "logprobs", trained_layers=trained, borrows=True),)
     shape = Shape(ROWS, P + R, R, tokens, samples, slots=2)
-    return Job("test", (model,), shape, ParallelConfig(**sizes), world, "fp32", device="cpu", **more)
+    return Job("test", (model, *others), shape, ParallelConfig(**sizes), world, "fp32", device="cpu", **more)
+
+
+class Whole:
+    """In the place of torch's tracker, which counts FLOPs by module and stumbles over views of received states."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
 
 
 def found(work) -> tuple[int, dict, Traffic]:
     """(FLOPs, {(collective, group): Traffic}, sent messages) of a call on this rank."""
-    with traffic.recorded() as log, FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    counter.mod_tracker = Whole()
+    with traffic.recorded() as log, counter:
         work()
     collectives, sent = {}, Traffic()
     for call in (entry for entry in log if isinstance(entry, traffic.Call)):
@@ -135,12 +156,20 @@ def calls_of(job: Job, topology, role: str) -> dict:
     model, stage, rows = job.models[0], topology.pipeline_rank, job.rows_here
     engine = build(
         role, model.architecture, topology, micro_batch_tokens=job.shape.micro_batch_tokens, dtype="fp32",
-        optimizer=ADAM, recompute=job.recompute, trained_layers=model.trained_layers,
+        optimizer=ADAM, recompute=job.recompute, trained_layers=model.trained_layers, adapters=model.lora,
+        mlp_values=model.mlp_values,
         router=ExpertsConfig(train_router=model.trains_router),
     )  # fmt: skip
     tokens = torch.randint(0, 503, (rows, P + R))
     counted = torch.ones(rows, R, dtype=torch.bool)
     batch = Sequences(tokens=tokens, mask=counted, segments=torch.ones_like(tokens), prompt_len=P)
+    if reference := job.model("reference"):
+        works = [phases._forward("evaluate", job, each, stage).work for each in (model, reference)]
+        hydra = Hydra(engine, model.trained_layers)
+        with_reference = {"beside": (lambda: hydra.beside(batch, temperature=1.0), total(works))}
+        alone = dataclasses.replace(job, online=False)  # as offline programs run it
+        work = phases._forward("step", alone, reference, stage).work
+        return with_reference | ({} if model.scalar else {"reference": (lambda: hydra.forward(batch), work)})
     calls = {
         "forward": (lambda: engine.forward(batch), phases._forward("evaluate", job, model, stage).work),
         "step": (lambda: engine.step(batch, all_outputs), phases._update("learn", job, model, stage).work),
@@ -169,11 +198,70 @@ ONE = [
     ("actor", "mixtral", {}, {}),
     ("actor", "qwen2_moe", {}, {"trains_router": False, "replays": True}),
 ]
+ALL, SOME = LoraConfig(rank=3), LoraConfig(rank=2, targets=("k_proj", "linear_proj", "up_proj"))
+MLP = LoraConfig(rank=2, targets=("linear_fc2",))  # no gradient reaches the first layer's attention
+ADAPTERS = {
+    1: [
+        *(("actor", "llama", {}, {"lora": ALL, "recompute": kind}) for kind in ("none", "full")),
+        ("critic", "llama", {}, {"lora": MLP, "recompute": "selective"}),
+    ],
+    2: [
+        ("actor", "llama", {"tensor": 2}, {"lora": ALL}),
+        ("actor", "llama", {"tensor": 2, "sequence": True}, {"lora": ALL}),
+        ("actor", "llama", {"pipeline": 2}, {"lora": SOME}),
+    ],
+    -1: [
+        ("actor", "llama", {}, {"lora": SOME, "samples": 4}),
+        *(("actor", family, {}, {"lora": ALL}) for family in ("gpt2", "falcon", "neox")),
+        ("actor", "neox", {}, {"lora": MLP}),
+    ],
+    -2: [
+        ("actor_critic", "llama", {"tensor": 2, "sequence": True}, {"lora": SOME, "recompute": "full"}),
+        ("actor", "falcon", {"tensor": 2, "sequence": True}, {"lora": MLP}),
+        ("actor", "gpt2", {"tensor": 2}, {"lora": SOME, "recompute": "selective"}),
+        ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"lora": ALL}),
+        ("actor", "llama", {"distributed_optimizer": False}, {"lora": ALL}),
+    ],
+}
+Q_HEADS = {
+    1: [("actor_q", "llama", {}, {})],
+    2: [
+        ("actor_q", "llama", {"tensor": 2, "sequence": True}, {}),
+        ("actor_q", "llama", {"pipeline": 2}, {"lora": ALL}),
+    ],
+    -2: [
+        ("actor_q", "gpt2", {"tensor": 2}, {"recompute": "selective"}),
+        ("actor_q", "gpt2", {"pipeline": 2}, {"trained_layers": 1}),
+    ],
+}
+HYDRA = {
+    1: [("actor", "gpt2", {}, {"trained_layers": 2, "hydra": True})],
+    # the branch begins in the first stage, and both states travel; it lies in the last
+    2: [("actor", "llama", {"pipeline": 2}, {"trained_layers": 3, "hydra": True}),
+        ("actor_critic", "llama", {"tensor": 2, "sequence": True}, {"trained_layers": 2, "hydra": True}),
+        ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"trained_layers": 2, "hydra": True}),
+        ("actor", "window", {"pipeline": 2}, {"trained_layers": 2, "hydra": True})],
+}  # fmt: skip
+VALUES = {  # of a hidden layer
+    1: [("critic", "llama", {}, {"mlp": True})],
+    2: [(role, "llama", {"tensor": 2, "sequence": sequence}, {"mlp": True})
+        for role, sequence in (("critic", True), ("actor_critic", False))],
+}  # fmt: skip
+NORMS = {
+    1: [("actor", family, {}, {}) for family in ("olmo2", "qwen3")],
+    2: [("actor", "olmo2", {"tensor": 2}, {"recompute": "full"}), ("actor", "qwen3", {"tensor": 2}, {})],
+    -2: [
+        *(("actor", family, {"tensor": 2, "sequence": True}, {}) for family in ("olmo2", "gemma2")),
+        ("actor", "olmo2", {"tensor": 2}, {"lora": MLP}),
+        ("actor", "qwen3", {"tensor": 2, "sequence": True}, {"trained_layers": 2}),
+        ("actor", "qwen3", {"tensor": 2}, {"lora": SOME}),
+    ],
+}
 MORE_OF_ONE = [
     ("actor", "llama", {}, {"recompute": "full"}),
     *(("actor", family, {}, {}) for family in ("neox", "falcon", "gemma")),
     ("critic", "llama", {}, {}),
-    ("actor", "llama", {}, {"trained_layers": 2}),
+    *(("actor", family, {}, {"trained_layers": 2}) for family in ("llama", "gpt2")),
 ]
 TWO = [
     ("actor", "gpt2", {"tensor": 2}, {}),
@@ -218,11 +306,25 @@ EIGHT = [("actor", "llama", {"tensor": 2, "sequence": True, "pipeline": 2}, {})]
     [
         (1, ONE),
         (2, TWO),
+        (1, ADAPTERS[1]),
+        (2, ADAPTERS[2]),
+        (1, Q_HEADS[1]),
+        (2, Q_HEADS[2]),
+        (1, VALUES[1]),
+        (2, VALUES[2]),
+        (1, NORMS[1]),
+        (2, NORMS[2]),
+        (1, HYDRA[1]),
+        (2, HYDRA[2]),
         *(
             pytest.param(world, cases, marks=pytest.mark.long)
             for world, cases in (
                 (1, MORE_OF_ONE),
                 (2, MORE_OF_TWO),
+                (1, ADAPTERS[-1]),
+                (2, ADAPTERS[-2]),
+                (2, Q_HEADS[-2]),
+                (2, NORMS[-2]),
                 (2, EXPERTS),
                 (2, MORE_EXPERTS),
                 (4, FOUR),

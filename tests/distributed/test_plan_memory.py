@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from megarlhf.batch import Sequences
 from megarlhf.cluster import gradients
+from megarlhf.cpu import memory as spare
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
 from megarlhf.models.mixture import ExpertsConfig
+from megarlhf.models.model_config import LoraConfig
 from megarlhf.plan import memory
 from megarlhf.plan.job import Job, Model, Shape
 from tests.distributed.layouts import ADAM, GPT2, LLAMA, layout
@@ -64,23 +66,26 @@ def held(cases):
 
 
 def _held(
-    family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True
-):
+    family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True,
+    lora: LoraConfig | None = None,
+):  # fmt: skip
     rows, response = 8, 88 - prompt
     tokens = torch.randint(0, 503, (rows, 88))
     mask = torch.ones(rows, response, dtype=torch.bool)
     batch = Sequences(tokens=tokens, mask=mask, segments=torch.ones_like(tokens), prompt_len=prompt)
     replays = FAMILIES[family].num_experts is not None
     model = Model(
-        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays
-    )
-    gradients._memory.clear(), gradients._sizes.clear()  # of another case's model
+        role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays,
+        lora=lora,
+    )  # fmt: skip
+    gradients._memory.clear(), gradients._sizes.clear(), spare._spare.clear()  # of another case's model
     with layout(**sizes) as topology:
         job = Job("test", (model,), Shape(rows, 88, response, 4 * 88, slots=3), topology.parallel,
                   topology.world_size, "fp32", recompute, device="cpu")  # fmt: skip
         engine = build(
             role, model.architecture, topology, micro_batch_tokens=4 * 88, dtype="fp32", optimizer=ADAM,
             recompute=recompute, trained_layers=trained, router=ExpertsConfig(train_router=router),
+            adapters=lora,
         )  # fmt: skip
         phases = memory.rank(job, topology.pipeline_rank).phases
 
@@ -99,6 +104,8 @@ def _held(
             )  # fmt: skip
             caches = sum(cache.keys.nbytes + cache.values.nbytes + cache.experts.nbytes for cache in sampler.caches)
             found["caches"] = caches, phases["sample"]["caches"]
+        if lora is not None:  # whose activations are not predicted this well
+            return found
         with Allocations() as update:
             engine.step(batch, all_outputs)
         with Allocations() as forward:
@@ -119,6 +126,29 @@ MORE_OF_ONE = [
     ("gpt2", "actor", {}, "none", 64),
     ("mixtral", "actor", {}, "none", 64),
 ]
+LORA = LoraConfig(rank=8)
+SOME = LoraConfig(rank=3, targets=("q_proj", "linear_fc2"))
+ADAPTERS = {
+    1: [
+        (*case, None, True, LORA) for case in (("llama", "actor", {}, "none", 64), ("llama", "critic", {}, "full", 24))
+    ],
+    2: [
+        ("llama", "actor", {"tensor": 2, "sequence": True}, "none", 64, None, True, LORA),
+        ("llama", "actor", {"pipeline": 2}, "none", 24, None, True, SOME),
+    ],
+    -2: [
+        ("llama", "actor", {"tensor": 2}, "selective", 64, None, True, SOME),
+        ("gpt2", "actor", {}, "none", 24, None, True, LORA),
+        ("words", "actor_critic", {"distributed_optimizer": False}, "none", 64, None, True, LORA),
+    ],
+}
+Q_HEADS = {
+    1: [("llama", "actor_q", {}, "none", 64), ("words", "actor_q", {}, "full", 24)],
+    2: [
+        ("llama", "actor_q", {"tensor": 2, "sequence": True}, "none", 24),
+        ("gpt2", "actor_q", {"pipeline": 2}, "none", 64),
+    ],
+}
 TWO = [
     ("llama", "actor", {"tensor": 2, "sequence": True}, "none", 64),
     ("llama", "actor", {"pipeline": 2}, "full", 64),
@@ -143,6 +173,11 @@ MORE_OF_TWO = [
     [
         (1, ONE),
         (2, TWO),
+        (1, ADAPTERS[1]),
+        (2, ADAPTERS[2]),
+        pytest.param(2, ADAPTERS[-2], marks=pytest.mark.long),
+        (1, Q_HEADS[1]),
+        pytest.param(2, Q_HEADS[2], marks=pytest.mark.long),
         pytest.param(1, MORE_OF_ONE, marks=pytest.mark.long),
         pytest.param(2, MORE_OF_TWO, marks=pytest.mark.long),
         pytest.param(2, EXPERTS, marks=pytest.mark.long),

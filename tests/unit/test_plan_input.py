@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 
 from megarlhf.cli import find, main
+from megarlhf.models import adapters
+from megarlhf.models.model_config import LoraConfig
 from megarlhf.plan import calibrate, sampling, search
 from megarlhf.train import memory as limits
 from megarlhf.train import plan as command
@@ -75,6 +77,21 @@ def test_the_search_keeps_blocks_of_nf4_whole():
     settings = load("ppo_lora_7b", "ppo", "model.lora.quantization=nf4", "parallel={}")
     found = planned.job_of(settings, 8, device="cuda", program="ppo", find=lambda path, role: odd)
     assert {parallel.tensor for parallel in search.layouts(found, 8)} == {1, 2}
+
+
+def test_models_that_compute_with_adapters(tmp_path):
+    """A reference has adapters if the policy starts from some; a reward model, if its directory holds some."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "architecture.yaml").write_text("")
+    sources = f'scoring.sources=[{{checkpoint: "{judge}"}}]'
+    for number in range(2):
+        given = ["model.lora.checkpoint=somewhere"] if number else []
+        found = job("ppo_lora_7b", sources, *given)
+        with_adapters = {model.role for model in found.models if model.lora is not None}
+        assert with_adapters == {"actor", "critic"} | ({"reference", "reward 0"} if number else set())
+        adapters.Adapters("somewhere", LoraConfig(rank=5)).save(judge)
+    assert found.model("reward 0").lora.rank == 5 and found.model("reference").lora.rank == found.models[0].lora.rank
 
 
 def test_remedies_are_what_can_be_written():
