@@ -2,7 +2,8 @@
 
     job.py         what is computed: models, layout, token counts. train/planned.py makes it of a configuration.
     work.py        tables of arithmetic and traffic
-    model_work.py  a pass of one model over one micro-batch, on one rank; experts.py: of a mixture of experts
+    model_work.py  a pass of one model over one micro-batch, on one rank; layer_work.py: of a layer; adapters.py,
+                   experts.py: what these add
     sampling.py    prefill and decoding
     phases.py      a step: which model does which passes in which phase
     memory.py      bytes that a rank holds in each phase, by kind; activations.py: what a backward pass keeps

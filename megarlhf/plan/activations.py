@@ -6,7 +6,7 @@ other kernels, which keep the same tensors.
 
 from __future__ import annotations
 
-from megarlhf.plan import experts, model_work
+from megarlhf.plan import experts, layer_work, model_work
 from megarlhf.plan.job import Job, Model
 
 BLOCK_BYTES = 2**19  # of a CPU's operations, which go through memory in blocks (cpu/operations.py)
@@ -122,14 +122,14 @@ def _inner(job: Job, model: Model) -> int:
     a, size, hidden = model.architecture, job.size(model), model.architecture.hidden_size // job.parts
     if a.num_experts:
         return experts.kept(job, model)
-    return size * (hidden + (model_work.fc1_columns(a) + a.ffn_hidden_size) // job.parallel.tensor)
+    return size * (hidden + (layer_work.fc1_columns(a) + a.ffn_hidden_size) // job.parallel.tensor)
 
 
 def _gradient(job: Job, model: Model) -> int:
     """Elements a token of the gradients that exist at once in the MLP, whose output is gone by then."""
     if model.architecture.num_experts:
         return experts.gradients(job, model)
-    return model_work.fc1_columns(model.architecture) // job.parallel.tensor
+    return layer_work.fc1_columns(model.architecture) // job.parallel.tensor
 
 
 def _attended(job: Job, model: Model, recompute: str | None) -> int:
@@ -138,9 +138,9 @@ def _attended(job: Job, model: Model, recompute: str | None) -> int:
     a, tensor, size = model.architecture, job.parallel.tensor, job.size(model)
     queries, keys = (heads * a.kv_channels // tensor for heads in (a.num_attention_heads, a.num_query_groups))
     if (recompute or job.recompute) == "selective":
-        return size * (queries + keys + model_work.qkv_columns(a) // tensor)
+        return size * (queries + keys + layer_work.qkv_columns(a) // tensor)
     if a.position_embedding == "learned":  # queries and keys are views of the product; values are copied
-        return size * (keys + model_work.qkv_columns(a) // tensor) + 4 * a.num_attention_heads // tensor
+        return size * (keys + layer_work.qkv_columns(a) // tensor) + 4 * a.num_attention_heads // tensor
     return size * (queries + 2 * keys) + 4 * a.num_attention_heads // tensor
 
 
@@ -151,7 +151,7 @@ def fleeting(job: Job, model: Model, tokens: int) -> int:
     states = 4 * a.hidden_size // job.parts + rotary
     if a.num_experts:
         return tokens * (job.size(model) * states + experts.fleeting(job, model))
-    inner = (model_work.fc1_columns(a) + a.ffn_hidden_size) // job.parallel.tensor
+    inner = (layer_work.fc1_columns(a) + a.ffn_hidden_size) // job.parallel.tensor
     return job.size(model) * tokens * (states + inner) + _block(job, model) // 2
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from megarlhf.cluster import backend, operations
 from megarlhf.kernels import products, torch_rows
-from megarlhf.plan import model_work, phases, sampling
+from megarlhf.plan import layer_work, model_work, phases, sampling
 from megarlhf.plan.job import Job
 from megarlhf.plan.time import Link, Machine
 from megarlhf.plan.work import Attention, Operation, Product
@@ -161,12 +161,12 @@ def _rates(job: Job, dtype: torch.dtype) -> dict[str, float]:
     model, shape = job.models[0], job.shape
     a, tensor = model.architecture, job.parallel.tensor
     tokens = max(1, min(shape.micro_batch_tokens, job.rows_here * shape.length) // shape.length) * shape.length
-    sizes = a.hidden_size, model_work.fc1_columns(a) // tensor, a.num_attention_heads * a.kv_channels // tensor
+    sizes = a.hidden_size, layer_work.fc1_columns(a) // tensor, a.num_attention_heads * a.kv_channels // tensor
     copies = max(2, int(COLD / (4 * tokens * sum(sizes))))
     rows = [[torch.randn(tokens, size).to(dtype) for size in sizes] for _ in range(min(copies, 64))]
     weight, following = torch.ones(a.hidden_size).to(dtype), itertools.cycle(rows)
 
-    def layer() -> None:  # what `model_work._moved` counts
+    def layer() -> None:  # what `layer_work.moved_bytes` counts
         hidden, inner, head = next(following)
         for _ in range(2):
             F.rms_norm(hidden, weight.shape, weight) if dtype != torch.float32 else _norm(hidden, weight)
@@ -179,7 +179,7 @@ def _rates(job: Job, dtype: torch.dtype) -> dict[str, float]:
             F.gelu(inner)
 
     dense = dataclasses.replace(a, num_experts=None, experts_per_token=None, shared_expert_size=None)
-    moved = model_work._moved(job, dataclasses.replace(model, architecture=dense), tokens, tokens)
+    moved = layer_work.moved_bytes(job, dataclasses.replace(model, architecture=dense), tokens, tokens)
     found = {"activations": moved / seconds(layer)}
     if model.words:
         counted = min(max(1, tokens // shape.length) * shape.counted, model_work.chunk_rows(job, model))
@@ -207,7 +207,7 @@ def _adam(weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, sec
 
 
 def _small() -> Callable[[], object]:
-    """Three small operations as a layer makes them: the unit in which `model_work.CALLS` counts."""
+    """Three small operations as a layer makes them: the unit in which `layer_work.CALLS` counts."""
     x = torch.randn(4, 1, 16)
 
     def three() -> torch.Tensor:

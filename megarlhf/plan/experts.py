@@ -15,7 +15,7 @@ from collections import Counter
 from megarlhf.plan.job import Job, Model
 from megarlhf.plan.work import Product, Traffic, Work
 
-# As `model_work.CALLS`, in (the router and the dispatcher, each expert). Transformer Engine's experts are one. Those
+# As `layer_work.CALLS`, in (the router and the dispatcher, each expert). Transformer Engine's experts are one. Those
 # of a GPU are estimates, because none has run a mixture of experts.
 CALLS = {
     "cpu": {"forward": (50, 190), "backward": (1500, 150), "step": (0, 125)},

@@ -17,7 +17,7 @@ from megarlhf.experience.slot_memory import FREE
 from megarlhf.models import mixture
 from megarlhf.models.cache import VECTOR
 from megarlhf.models.model_config import HEADS, in_top_layers
-from megarlhf.plan import activations, adapters, experts, model_work, sampling
+from megarlhf.plan import activations, adapters, experts, layer_work, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 
 JOINT_NORMS = ("query_norm.weight", "key_norm.weight")  # of all heads together, cut as the heads are
@@ -344,7 +344,7 @@ def weights(job: Job, model: Model, stage: int) -> int:
         found += model.q_heads * 4 * model_work.vocabulary(job, model) * model.architecture.hidden_size
     if model.lora is not None:
         if model.lora.quantization == "nf4":  # 4 bits and a scale of 64 weights instead of the linear layers' 16
-            linear = sum(rows * columns for _, rows, columns in model_work._linears(job, model, 1, 1))
+            linear = sum(rows * columns for _, rows, columns in layer_work.linear_layers(job, model, 1, 1))
             found -= int(linear * job.layers(model) * (job.size(model) - 0.5 - 4 / 64))
         found += job.size(model) * _adapters(job, model)
     return found

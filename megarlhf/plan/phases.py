@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from megarlhf.plan import memory, model_work, sampling
+from megarlhf.plan import layer_work, memory, model_work, sampling
 from megarlhf.plan.job import Job, Model, micro_batches
 from megarlhf.plan.time import Machine, Seconds, seconds
 from megarlhf.plan.work import Traffic, Work, total
@@ -123,7 +123,7 @@ def apply(job: Job, model: Model, stage: int) -> Work:
     if model.q_heads and stage == parallel.pipeline - 1:  # slow copies, in fp32, follow the heads after every update
         each = model_work.vocabulary(job, model) * model.architecture.hidden_size
         moved["weights"] += model.q_heads * each * (2 * 4 + job.size(model))
-    calls = model_work.CALLS[job.device]["update"] * (job.layers(model) + 1)
+    calls = layer_work.CALLS[job.device]["update"] * (job.layers(model) + 1)
     return Work(memory=Counter(moved), collectives=collectives, calls=calls)
 
 

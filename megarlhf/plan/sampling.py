@@ -11,7 +11,7 @@ from collections import Counter
 from megarlhf.experience.sampler import PREFILL_TOKENS
 from megarlhf.experience.slot_memory import SLOTS
 from megarlhf.models.cache import VECTOR
-from megarlhf.plan import experts, model_work
+from megarlhf.plan import experts, layer_work, model_work
 from megarlhf.plan.job import Job, Model
 from megarlhf.plan.work import Attention, Product, Traffic, Work, total
 
@@ -77,8 +77,8 @@ def _prefill(job: Job, model: Model, stage: int, lengths: tuple[int, ...]) -> Wo
     """Keys and values of some prompts. Nothing reads the model's output: the last layer computes `parts` tokens."""
     tokens, last = -(-sum(lengths) // job.parts) * job.parts, stage == job.parallel.pipeline - 1
     read = job.parts if last else None
-    work = model_work._embedding(job, model, stage, tokens)
-    work += model_work._layers(job, model, stage, tokens, read, lengths, attends=False)
+    work = model_work.embedding(job, model, stage, tokens)
+    work += model_work.layers(job, model, stage, tokens, read, lengths, attends=False)
     a, size = model.architecture, job.size(model)
     stored = 2 * 2 * tokens * a.num_query_groups * a.kv_channels * size // job.parallel.tensor
     work += Work(memory=Counter({"cache": stored * job.layers(model)}), calls=30)
@@ -100,12 +100,12 @@ def _step(job: Job, model: Model, stage: int, active: int) -> Work:
     """One step of n slots, without attention."""
     a, tensor, size = model.architecture, job.parallel.tensor, job.size(model)
     last = stage == job.parallel.pipeline - 1
-    one = model_work.layer_forward(job, model, active, None, (), window=None)
+    one = layer_work.layer_forward(job, model, active, None, (), window=None)
     if not a.num_experts or job.device == "cpu":  # on a GPU experts are in no graph
-        table = model_work.CALLS[job.device]
+        table = layer_work.CALLS[job.device]
         fewer = experts.calls(job, model, "step") - experts.calls(job, model, "forward")
         one += Work(calls=table["step"] - table["forward"] + fewer)
-    work = model_work._embedding(job, model, stage, active) + one * job.layers(model)
+    work = model_work.embedding(job, model, stage, active) + one * job.layers(model)
     work += experts.gathered(job, model, active)
     states = active // job.parts * a.hidden_size * size
     work += Work(messages=Traffic(states, 1) * (job.parallel.chunks - last), calls=20)
@@ -113,10 +113,10 @@ def _step(job: Job, model: Model, stage: int, active: int) -> Work:
         return work
     columns, collectives = model_work.vocabulary(job, model), {}
     if job.parts > 1:
-        collectives = model_work._add(collectives, "all_gather_into_tensor", active * a.hidden_size * size)
+        collectives = layer_work.add(collectives, "all_gather_into_tensor", active * a.hidden_size * size)
     if tensor > 1:
-        collectives = model_work._add(collectives, "all_gather_into_tensor", tensor * active * 6 * 4)
+        collectives = layer_work.add(collectives, "all_gather_into_tensor", tensor * active * 6 * 4)
     product = Counter({Product(active, a.hidden_size, columns, "linear"): 1})
     moved = Counter({"logits": 4 * 4 * active * columns})
     sent = Traffic(8 * active, 1) if job.parallel.pipeline > 1 else Traffic()  # tokens, back to the first stage
-    return work + Work(product, moved, collectives, sent, model_work.CALLS[job.device]["draw"])
+    return work + Work(product, moved, collectives, sent, layer_work.CALLS[job.device]["draw"])
