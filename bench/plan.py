@@ -3,11 +3,11 @@
     python -m bench.plan [--quick] [--rounds N] [--only TEXT] [--json FILE]
 
 `megarlhf ppo` with a separate critic and a reward model on CPU ranks, fresh processes, one thread each. For each phase:
-CPU seconds of all ranks of a median step without the first and the last, predicted and measured. Memory: the peak
+CPU seconds of all ranks without the first and the last step, predicted and measured. Memory: the peak
 resident set of the fullest rank less that of a rank with next to no model, predicted and measured. The rates that
 predictions need are measured in the same run, right before each configuration (plan/calibrate.py). All configurations
-take turns for some rounds, and the median of each figure counts: a core of a shared machine is for seconds or minutes
-up to twice as slow as before.
+take turns for some rounds, and the least of each figure counts, of all steps: a core of a shared machine is for seconds
+or minutes up to twice as slow as when nobody disturbs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.ppo_step import OURS, ROOT, THREADS, medians, models, our_settings
+from bench.ppo_step import OURS, ROOT, THREADS, models, our_settings
 
 BASE = dict(layers=4, hidden=256, vocab=8000, batch=16, response=24, epochs=1, rows=8)
 TINY = dict(layers=1, hidden=64, vocab=512, batch=4, response=8, epochs=1, rows=2)
@@ -61,7 +61,7 @@ def main() -> None:
                 rounds[name].append(case(Path(directory), base | sizes, ranks, overrides))
             if arguments.json:
                 arguments.json.write_text(json.dumps(rounds, indent=1) + "\n")
-    figures = {name: median(each) for name, each in rounds.items()}
+    figures = {name: least(each) for name, each in rounds.items()}
     print(f"{'':21}" + "".join(f"{phase:>12} {'said':>8} {'ratio':>6}" for phase in PHASES)
           + f"{'peak MiB':>10} {'said':>8} {'ratio':>6}")  # fmt: skip
     for name, one in figures.items():
@@ -71,11 +71,10 @@ def main() -> None:
         print(f"{what}: off by {statistics.median(off):.0%} at the median, {max(off):.0%} at most")
 
 
-def median(rounds: list[dict]) -> dict[str, dict[str, float]]:
+def least(rounds: list[dict]) -> dict[str, dict[str, float]]:
     """Of each figure of `case`, over rounds."""
     return {
-        what: {key: statistics.median(one[what][key] for one in rounds) for key in figures}
-        for what, figures in rounds[0].items()
+        what: {key: min(one[what][key] for one in rounds) for key in figures} for what, figures in rounds[0].items()
     }
 
 
@@ -97,9 +96,11 @@ def case(directory: Path, sizes: dict, ranks: int, overrides: list[str]) -> dict
         (memory.rank(job, stage) for stage in range(job.parallel.pipeline)), key=lambda one: one.total(one.fullest)
     )
     each = measured(directory, spec, ranks)
-    found = medians(each)
     figures = {
-        phase: {"found": found[phase]["cpu"], "said": sum(seconds[part] for part in parts)}
+        phase: {
+            "found": sum(min(step[phase]["cpu"] for step in rank[1:-1]) for rank in each),
+            "said": sum(seconds[part] for part in parts),
+        }
         for phase, parts in PHASES.items()
     }
     return figures | {"peak": {"found": fullest(each) - idle(ranks), "said": held.total(held.fullest)}}

@@ -35,7 +35,8 @@ class Phases:
         self._mark()
 
     def enter(self, name: str) -> None:
-        """End the previous phase; `generation` begins a step."""
+        """End the previous phase. `generation` begins a step, unless the step has begun: megarlhf draws its prompts as
+        a part of it."""
         if self.cuda:
             import torch
 
@@ -47,7 +48,7 @@ class Phases:
             total["cpu"] += time.process_time() - self.cpu - forcing["cpu"]
             total["forcing"] += forcing["cpu"]
             total["peak"] = max(total["peak"], self._peak())
-        if name == "generation":
+        if name == "generation" and self.name in ("", "other"):
             self.steps.append({})
         self.name = name
         self._mark()

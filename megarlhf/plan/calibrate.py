@@ -11,7 +11,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,9 @@ SECONDS = 0.02  # spent on each operation
 MOST = 80  # operations that are timed: those with the most FLOPs; others are taken to be as fast as one alike
 COLD = 2**28  # bytes that no cache holds
 MOST_COPIES = 16  # of an operation's operands
-LATENCY, COPIES = 3e-5, 4  # of a collective in shared memory; times that its bytes are copied or added there
+# Of a collective in shared memory: seconds, waiting for the others included (fitted as `layer_work.CALLS`); times that
+# its bytes are copied or added there.
+LATENCY, COPIES = 8e-5, 4
 
 
 def cpu(job: Job, per_node: int | None = None) -> Machine:
@@ -83,27 +84,31 @@ def _measured(job: Job, per_node: int) -> Machine:
     )  # fmt: skip
 
 
-def seconds(work: Callable[[], object], *, rounds: int = 3, clock: Callable[[], float] = time.process_time) -> float:
-    """Of one call by `clock`, by default CPU seconds: the median of a few rounds."""
+def seconds(work: Callable[[], object], *, rounds: int = 5, clock: Callable[[], float] = time.process_time) -> float:
+    """Of one call by `clock`, by default CPU seconds: the least of a few rounds, which others disturbed least."""
     work()
     started = clock()
     work()
-    count = max(1, int(SECONDS / 3 / max(clock() - started, 1e-6)))
+    count = max(1, int(SECONDS / rounds / max(clock() - started, 1e-6)))
     taken = []
     for _ in range(rounds):
         started = clock()
         for _ in range(count):
             work()
         taken.append((clock() - started) / count)
-    return max(median(taken), 1e-9)
+    return max(min(taken), 1e-9)
 
 
 def _copies(operation: Operation, job: Job) -> int:
-    """Of its operands, at the most, so that they are in a cache if and only if a rank's are: a step of decoding goes
-    through the same weights and caches each time, one of each a layer."""
+    """Of its operands, at the most, so that they are in a cache if and only if a rank's are: between two uses of an
+    operand a step of decoding goes through all weights and caches of a stage."""
     one = operation.batch if isinstance(operation, Attention) and operation.queries != operation.keys else 0
     rows = operation.rows if isinstance(operation, Product) and operation.way == "linear" else one
-    return job.layers(job.models[0]) if job.online and rows == sampling.slots(job) else MOST_COPIES
+    if not job.online or rows != sampling.slots(job):
+        return MOST_COPIES
+    steps = sampling.schedule(job)[1].total()
+    decode = sampling.sample(job, job.models[0], 0)["decode"].operations
+    return max(1, sum(each.elements * times for each, times in decode.items()) // (steps * operation.elements))
 
 
 def _operation(operation: Operation, dtype: torch.dtype, copies: int) -> Callable[[], object]:

@@ -20,9 +20,10 @@ from megarlhf.stream import Blocks
 
 # What a layer's passes (a head's, the draw of a token, an update of a layer's weights) take beside arithmetic. On a GPU
 # in kernels launched; "step", of decoding, is recorded as a graph there. On a CPU in the time of one small operation of
-# torch, with all of Python around: measured with layers too small to compute anything, as the difference of two depths.
+# torch, with all of Python around: fitted to the configurations of bench/plan.py and to layers too small to compute
+# anything, of two depths.
 CALLS = {
-    "cpu": {"forward": 600, "backward": 700, "step": 310, "head": 350, "draw": 750, "update": 550},
+    "cpu": {"forward": 1100, "backward": 900, "step": 750, "head": 2000, "draw": 1800, "update": 2700},
     "cuda": {"forward": 20, "backward": 40, "step": 7, "head": 15, "draw": 10, "update": 10},
 }
 
