@@ -44,23 +44,29 @@ def remove(written: Path) -> None:
     removed stays."""
     with contextlib.suppress(OSError):
         now = (written / META).stat().st_mtime  # by the clock of the file system, as the marks
-        removed = [path.name for path in sorted(written.parent.iterdir()) if _removed(path, now)]
-        if removed:
+        found = sorted(written.parent.iterdir())
+        if removed := [path.name for path in found if _removed(path, now)]:
             console.say(f"  data_cache: {written.parent}: {', '.join(removed)} not used for {DAYS} days, removed")
 
 
 def _removed(path: Path, now: float) -> bool:
     """Remove a directory of the cache if it is not in use. Returns whether it did."""
     found = _NAMES.fullmatch(path.name)
-    if found is None or now - _last_use(path) < DAYS * 86400:
+    try:
+        if found is None or now - _last_use(path) < DAYS * 86400:
+            return False
+    except OSError:  # another process was faster
         return False
     aside = path.with_name(unique(found["table"] + (found["parts"] or "")) + _SUFFIX)
     try:
         os.rename(path, aside)
+    except OSError:  # another process was faster, or the directory is another user's
+        return False
+    try:
         if now - _last_use(aside) < DAYS * 86400:  # marked since we looked
             os.rename(aside, path)
             return False
-    except OSError:  # another process was faster, or has made the table again
+    except OSError:  # another process has made the table again
         pass
     shutil.rmtree(aside, ignore_errors=True)
     return not aside.exists()

@@ -607,6 +607,30 @@ def test_tables_that_no_job_has_used_for_long_are_removed(hf, tmp_path, capsys):
     assert values(sft(path, hf, again)[0]) == expected and again.converted == 10
 
 
+def test_a_table_that_cannot_be_removed_stays_without_a_word(hf, tmp_path, capsys, monkeypatch):
+    """It is another user's in a directory that all may write. Another process removes a second one while we look: the
+    third is removed all the same, and said."""
+    cache = Cache(tmp_path / "cache")
+    cache.directory.mkdir()
+    kept, vanished, gone = (cache.directory / f"sft-{digit * 32}" for digit in "012")
+    for directory in (kept, vanished, gone):
+        directory.mkdir()
+        age(directory)
+    rename = os.rename
+
+    def refused(source, target):
+        if source == kept:
+            vanished.rmdir()
+            raise PermissionError(1, "Operation not permitted")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refused)
+    sft(write(tmp_path / "a.jsonl", lines(10)), hf, cache)
+    assert kept.is_dir() and not gone.exists()
+    said = capsys.readouterr().err
+    assert f"cache: {gone.name} not used for 30 days, removed" in said and kept.name not in said
+
+
 def test_a_table_that_is_used_again_while_it_is_removed_stays(hf, tmp_path, monkeypatch):
     """Another rank marks it after its age was read, or finds it away under its other name."""
     path, cache = write(tmp_path / "a.jsonl", lines(10)), Cache(tmp_path / "cache")
