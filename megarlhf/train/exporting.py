@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarlhf.checkpoint import steps
-from megarlhf.cluster import watchdog
+from megarlhf.cluster import lease, watchdog
 from megarlhf.config import UserError
 from megarlhf.convert import registry
 from megarlhf.convert.convert import Options, megatron2hf
@@ -109,6 +109,7 @@ class Exporter:
             made = megatron2hf(step_directory, target, Options(role=self.role), self.ranks, undamaged=True)
             self.ranks.first(self._retire)
         except UserError as error:  # on all ranks alike
+            lease.verify()  # but for a lost run directory, which ends the run: the first rank alone has noticed
             self.say(
                 f"checkpoint.export_hf: {target} was not written ({error}); the run goes on; later: megarlhf convert "
                 f"megatron2hf {step_directory} DIRECTORY --role {self.role}"

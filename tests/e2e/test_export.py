@@ -16,7 +16,8 @@ import yaml
 
 from megarlhf import cli
 from megarlhf.cli import find
-from megarlhf.cluster import watchdog
+from megarlhf.cluster import lease, watchdog
+from megarlhf.config import UserError
 from megarlhf.convert.convert import Options, megatron2hf
 from megarlhf.convert.workers import Workers
 from megarlhf.train import exporting
@@ -129,6 +130,36 @@ def test_the_watchdog_hears_of_a_long_export(ranks):
     """All ranks enter the same phases, also those that only wait; none if nothing moves."""
     for answers, heard, without in ranks.run(2, long_export):
         assert answers == [0, 1] and heard == [("export", 7)] * 3 and without == 0
+
+
+def lost(run):
+    """What an export says and raises while another job takes the run directory over."""
+    said = []
+    with lease.held(run):
+        exporter = exporting.Exporter(run, "actor", said.append)
+        usual, held = exporter.ranks.progressed, run / lease.NAME
+
+        def progressed() -> None:
+            held.write_text(json.dumps(json.loads(held.read_text()) | {"token": "another", "host": "node7"}))
+            lease._held._renew()
+            usual()
+
+        exporter.ranks.progressed = progressed
+        try:
+            exporter(run / "checkpoints" / "step_00000008")
+        except UserError as error:
+            return said, str(error)
+        finally:
+            held.unlink()
+    return said, None
+
+
+def test_a_run_that_loses_its_directory_meanwhile_ends(ranks, straight, tmp_path):
+    """Unlike other failures of an export, which are those of all ranks."""
+    run, _ = straight
+    shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
+    ((said, error),) = ranks.run(1, lost, tmp_path / "run")
+    assert not said and "was taken over by" in error and "on node7" in error
 
 
 def test_an_export_tells_of_its_parts(straight, tmp_path):
