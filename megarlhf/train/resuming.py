@@ -29,7 +29,7 @@ def find(
         return None, ()
     checksums.verify_directory(found, small=True)
     notes = []
-    if not (found.parent / LATEST).exists():
+    if settings.checkpoint.step is None and not (found.parent / LATEST).exists():
         notes.append(f"{found.parent / LATEST} is missing; the newest complete step directory is taken")
     if Architecture.load(found / role) != architecture:
         raise UserError(f"{found}: holds another architecture than the configuration; give a new run directory")

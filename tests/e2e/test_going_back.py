@@ -46,10 +46,11 @@ def test_a_run_goes_on_from_an_earlier_step(straight, tmp_path):
 
 def test_a_run_of_which_nothing_is_left_goes_back_too(straight, tmp_path):
     """The configuration asks for no step after N: what is later is set aside all the same, and the user is told what to
-    do. The same command once more finds nothing to set aside, and says so."""
+    do. The same command once more finds nothing to set aside, and says so. `latest` is not needed: N is given."""
     run, config = straight
     mine = tmp_path / "run"
     shutil.copytree(run, mine)
+    (mine / "checkpoints" / "latest").unlink()
     more = (f"run={mine}", "training.steps=6", "--step", "6")
     command = (sys.executable, *CLI, "sft", "--config", str(config), *more)
     for said in ("going back to step 6: the checkpoints of steps 8 and", f"step 6 is the last that {mine} has done"):
@@ -58,6 +59,7 @@ def test_a_run_of_which_nothing_is_left_goes_back_too(straight, tmp_path):
         assert said in done.stderr
         assert f"{mine} has done 6 steps, and the configuration asks for 6: nothing is left to do" in done.stderr
         assert "for more steps raise training.steps" in done.stderr
+        assert "latest is missing" not in done.stderr
         assert steps.latest(mine / "checkpoints").name == "step_00000006"
         assert recorded(mine) == [record for record in recorded(run) if record["step"] <= 6]
     assert (mine / "after_step_6" / "checkpoints" / "step_00000008" / "state.json").is_file()
