@@ -23,7 +23,7 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
     # Messages: outputs stay until their gradients are there, which are received; or the next input, and a gradient.
     states = size * tokens * hidden
     others += states * (in_flight(job, stage) + 1 if not last else 2 if stage else 0)
-    trained = [number for number in job.layer_numbers(model, stage) if _keeps(job, model, stage, number)]
+    trained = [number for number in job.layer_numbers(model, stage) if job.reached(model, number)]
     one = layer_kept(job, model, tokens, recompute="none")
     gradient = hidden + _gradient(job, model)
     block = _block(job, model)
@@ -56,12 +56,6 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 
-def _keeps(job: Job, model: Model, stage: int, number: int) -> bool:
-    """Whether a layer keeps anything for a backward pass. Below the layers that train the first stage has none."""
-    lowest = model.architecture.num_layers - (model.trained_layers or model.architecture.num_layers)
-    return number >= lowest or stage > 0
-
-
 def in_flight(job: Job, stage: int) -> int:
     """Micro-batches whose backward pass has not run, at the most: 1F1B holds as many as there are stages from this one
     to the last. The interleaved schedule holds more, of a part of the layers each."""
@@ -75,7 +69,7 @@ def micro_batch_kept(job: Job, model: Model, stage: int, tokens: int, counted: i
     """Bytes that a stage keeps of one micro-batch for its backward pass."""
     total = 0
     for number in job.layer_numbers(model, stage):
-        if not _keeps(job, model, stage, number):
+        if not job.reached(model, number):
             continue
         final = number == model.architecture.num_layers - 1
         total += last_kept(job, model, tokens, counted) if final else layer_kept(job, model, tokens)

@@ -156,6 +156,13 @@ class Job:
         numbers = self.layer_numbers(model, stage)
         return [number for number in numbers if number >= lowest] if self.beside(model) else numbers
 
+    def reached(self, model: Model, number: int) -> bool:
+        """Whether a layer of a model that trains has a backward pass. Every chunk of layers but the first one hands
+        gradients to the chunk before, also where none of its own layers train."""
+        a = model.architecture
+        lowest = a.num_layers - (model.trained_layers or a.num_layers)
+        return number >= min(lowest, a.num_layers // (self.parallel.pipeline * self.parallel.chunks))
+
     def model(self, role: str) -> Model | None:
         return next((model for model in self.models if model.role == role), None)
 

@@ -81,17 +81,17 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
         (
             last and number == model.architecture.num_layers - 1,
             number >= first_trained,
+            job.reached(model, number),
             model.architecture.window(number),
             # a frozen embedding gives the first layer an input that no gradient reaches
             number > 0 or recomputed or model.lora is None,
         )
         for number in job.layer_numbers(model, stage)
     )
-    for (final, trains, window, given), times in kinds.items():
+    for (final, trains, reached, window, given), times in kinds.items():
         sizes = tokens, read if final else None, stream.lengths
         parts.append(layer_work.layer_forward(job, model, *sizes, window=window, grads=not recomputed) * times)
-        # A later stage hands gradients to the stage before also where none of its own layers train.
-        if not trains and stage == 0:
+        if not reached:
             continue
         if recomputed:
             parts.append(layer_work.layer_forward(job, model, *sizes, window=window, grads=True) * times)
