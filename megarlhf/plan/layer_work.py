@@ -67,7 +67,7 @@ def layer_backward(
     trains: bool = True, given: bool = True,
 ) -> Work:  # fmt: skip
     """Gradients of a layer's input and weights; of its input alone if it does not train. `given`: whether the layer's
-    input needs a gradient, which all do but the first one's of a model with adapters."""
+    input needs a gradient, which all do but the lowest one's that trains above frozen ones or a frozen embedding."""
     kept = tokens if read is None else read
     trains = trains and model.lora is None  # the layer's own weights
     reached = adapters.needed(job, model, given=given)
@@ -94,7 +94,8 @@ def layer_backward(
         if job.parts > 1:
             # of the row-parallel layers' outputs, and of what the last layer selects
             outputs = reached["linear_proj"][0] + (_cuts_mlp(model) and reached["linear_fc2"][0])
-            for _ in range(outputs + (0 if read is None or not given else _selections(model))):
+            selected = _selections(model) if given else _selections(model) - 1 if trains else 0  # a trained norm's
+            for _ in range(outputs + (0 if read is None else selected)):
                 collectives = add(collectives, "all_gather_into_tensor", states(job, model, kept))
         if reached["linear_qkv"][1]:
             collectives = _joint_norms(job, model, tokens, collectives)

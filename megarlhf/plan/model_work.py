@@ -75,6 +75,8 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
         entered = Work() if job.beside(model) else embedding(job, model, stage, tokens)
         return total((entered, body, _heads(job, model, read, counted) if last else Work()))
     first_trained = model.architecture.num_layers - trained  # the lowest layer that trains, over all stages
+    in_chunk = model.architecture.num_layers // (job.parallel.pipeline * job.parallel.chunks)
+    trains_embedding = model.trained_layers is None and model.lora is None
     parts = [embedding(job, model, stage, tokens)]
     recomputed = job.recompute == "full"  # the first pass is without gradients
     kinds = Counter(
@@ -83,8 +85,8 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
             number >= first_trained,
             job.reached(model, number),
             model.architecture.window(number),
-            # a frozen embedding gives the first layer an input that no gradient reaches
-            number > 0 or recomputed or model.lora is None,
+            # No gradient reaches the input of the lowest layer that trains, unless it is received or computed again.
+            number > first_trained or number >= in_chunk or recomputed or trains_embedding,
         )
         for number in job.layer_numbers(model, stage)
     )
@@ -98,7 +100,7 @@ def _pass(job: Job, model: Model, stage: int, stream: Stream, trained: int, *, g
         elif job.recompute == "selective" and adapters.needed(job, model, given=given)["linear_qkv"][1]:
             parts.append(Work(Counter(layer_work.attentions(job, model, stream.lengths, window))) * times)
         parts.append(layer_work.layer_backward(job, model, *sizes, window=window, trains=trains, given=given) * times)
-    if stage == 0 and trained == model.architecture.num_layers and model.lora is None:
+    if stage == 0 and trains_embedding:
         parts.append(_embedding_backward(job, model, tokens))
     if last:
         parts += [_heads(job, model, read, counted), _heads_backward(job, model, read, counted)]

@@ -274,6 +274,9 @@ MORE_OF_TWO = [
     ("actor", "llama", {"tensor": 2}, {}),
     *(("actor", family, {"tensor": 2, "sequence": True}, {}) for family in ("gpt2", "falcon")),
     ("actor", "llama", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
+    # the residual of the last layer needs no gradient; the embedding is frozen below all layers
+    *(("actor", family, {"tensor": 2, "sequence": True}, {"trained_layers": 1}) for family in ("llama", "falcon")),
+    ("actor", "llama", {"tensor": 2, "sequence": True}, {"trained_layers": 4}),
     ("actor", "llama", {"pipeline": 2}, {}),
     ("actor", "llama", {"pipeline": 2}, {"trained_layers": 1, "recompute": "full"}),
     # frozen layers of the first stage that hand gradients down
