@@ -168,10 +168,11 @@ def remedies(job: Job, machine: Machine, others: Mapping[str, Machine]) -> list[
                        for model in job.models if model.role != "critic")  # fmt: skip
         if layout := _first(dataclasses.replace(job, models=models), machine):
             lines.append(f"critic.kind: shared (another algorithm): {name(layout.job)}, {layout.seconds:.1f} s")
-    if job.mixtures:  # of which all layers train
+    if job.mixtures or job.models[0].lora is not None:  # which the programs refuse with trained_layers
         return lines
     layers = max(1, job.models[0].architecture.num_layers // 8)
-    models = tuple(dataclasses.replace(model, trained_layers=layers) if model.trains else model for model in job.models)
+    models = tuple(dataclasses.replace(model, trained_layers=layers) if model.trains or model.hydra else model
+                   for model in job.models)  # fmt: skip
     if layout := _first(dataclasses.replace(job, models=models), machine):
         lines.append(f"model.trained_layers: {layers} (another model): {name(layout.job)}, {layout.seconds:.1f} s")
     return lines

@@ -280,8 +280,10 @@ MORE_OF_TWO = [
     ("actor", "llama", {"pipeline": 2}, {}),
     ("actor", "llama", {"pipeline": 2}, {"trained_layers": 1, "recompute": "full"}),
     # frozen layers of the first stage that hand gradients down
-    *(("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"trained_layers": 1, "recompute": kind})
-      for kind in ("none", "full")),
+    *(
+        ("actor", "llama", {"pipeline": 2, "virtual_pipeline": 2}, {"trained_layers": 1, "recompute": kind})
+        for kind in ("none", "full")
+    ),
     ("actor", "llama", {"distributed_optimizer": False}, {}),
 ]
 EXPERTS = [  # of 2 ranks

@@ -99,6 +99,17 @@ def test_where_nothing_fits_the_remedies_do():
     assert search.search(dataclasses.replace(job, world_size=32), H100).fitting
 
 
+def test_fewer_trained_layers_are_no_remedy_for_adapters(monkeypatch):
+    """A configuration with both is refused. The same machine is short of a little memory for all layers themselves."""
+    monkeypatch.setattr(choice, "MOST_TIMES", 1)
+    for given, proposed in (("model.lora={}", []), ("model.trained_layers=32", ["model.trained_layers: 4"])):
+        job = job_of("sft", "7b", 1, "parallel={}", given)
+        least = search.search(job, dataclasses.replace(H100, memory=10**9), compare=False).smallest
+        machine = dataclasses.replace(H100, memory=least.memory.peak - 10**8)
+        found = [line.partition(" (")[0] for line in choice.remedies(job, machine, {})]
+        assert found == proposed
+
+
 @pytest.mark.long
 def test_what_does_not_fit_a_gpu_goes_to_the_host():
     """2 GPUs do not hold the four models of PPO at 7B and two optimizers."""
