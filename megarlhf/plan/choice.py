@@ -9,7 +9,7 @@ from typing import Any
 
 from megarlhf import config
 from megarlhf.plan.job import Job
-from megarlhf.plan.search import Found, Layout, search
+from megarlhf.plan.search import Found, Layout, search, with_shared_critic
 from megarlhf.plan.time import Machine
 
 SHOWN = 10  # layouts
@@ -163,11 +163,9 @@ def remedies(job: Job, machine: Machine, others: Mapping[str, Machine]) -> list[
     for other in others.values():
         if other.memory > machine.memory and (layout := _first(job, other)):
             lines.append(f"{job.world_size} x {other.name}: {name(layout.job)}, {layout.seconds:.1f} s")
-    if job.model("critic") is not None:
-        models = tuple(dataclasses.replace(model, head="logprobs+values") if model is job.models[0] else model
-                       for model in job.models if model.role != "critic")  # fmt: skip
-        if layout := _first(dataclasses.replace(job, models=models), machine):
-            lines.append(f"critic.kind: shared (another algorithm): {name(layout.job)}, {layout.seconds:.1f} s")
+    shared = with_shared_critic(job)
+    if shared is not None and (layout := _first(shared, machine)):
+        lines.append(f"critic.kind: shared (another algorithm): {name(layout.job)}, {layout.seconds:.1f} s")
     if job.mixtures or job.models[0].lora is not None:  # which the programs refuse with trained_layers
         return lines
     layers = max(1, job.models[0].architecture.num_layers // 8)

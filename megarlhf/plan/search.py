@@ -65,13 +65,18 @@ def search(job: Job, machine: Machine, *, keep: int = 50, compare: bool = True) 
     also with a shared critic, where the job has a separate one."""
     job = dataclasses.replace(job, shape=dataclasses.replace(job.shape, slots=None))
     found = _rank(job, machine, keep)
+    other = with_shared_critic(job) if compare else None
+    shared = _rank(other, machine, 1).fitting if other is not None else []
+    return dataclasses.replace(found, shared=shared[0] if shared else None)
+
+
+def with_shared_critic(job: Job) -> Job | None:
+    """The job with the value head on the policy; None if it has no critic of its own."""
     critic = job.model("critic")
-    if critic is None or critic.borrows or not compare:
-        return found
-    others = tuple(dataclasses.replace(model, head="logprobs+values") if model.role == "actor" else model
-                   for model in job.models if model is not critic)  # fmt: skip
-    shared = _rank(dataclasses.replace(job, models=others), machine, 1)
-    return dataclasses.replace(found, shared=shared.fitting[0] if shared.fitting else None)
+    if critic is None or critic.borrows:
+        return None
+    actor = dataclasses.replace(job.models[0], head="logprobs+values", mlp_values=critic.mlp_values)
+    return dataclasses.replace(job, models=(actor, *(model for model in job.models[1:] if model is not critic)))
 
 
 def _rank(job: Job, machine: Machine, keep: int) -> Found:

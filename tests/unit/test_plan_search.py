@@ -56,6 +56,14 @@ def test_the_winner_is_that_of_an_exhaustive_search(program, ranks, monkeypatch)
     assert found.fitting[0].seconds == pytest.approx(seconds, rel=1e-3)  # waiting copies may be of another stage
 
 
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_shared_critic_in_its_place_is_that_of_the_configuration(head):
+    given = (f"critic.head={head}", "critic.checkpoint=null")
+    separate = job_of("ppo", "7b", 8, "critic.kind=separate", *given)
+    assert search.with_shared_critic(separate) == (shared := job_of("ppo", "7b", 8, "critic.kind=shared", *given))
+    assert search.with_shared_critic(shared) is None
+
+
 def test_what_is_found_is_legal_and_fits():
     job = job_of("ppo", "70b", 64)
     found = search.search(job, H100)
