@@ -160,12 +160,26 @@ def _computed(job: Job, model: Model, stage: int, phase: str, updates: bool) -> 
     if updates:
         return activations.updating(job, model, stage, tokens, counted)
     one = job.size(model) * tokens * model.architecture.hidden_size // job.parts
-    # A stage still holds what it has sent; the one behind it has no embedding.
-    passed = one * ((not last) - (stage > 0))
-    moments = [{"activations": activations.fleeting(job, model, tokens) + passed}]
+    logits = 4 * min(counted, model_work.chunk_rows(job, model)) * columns
+    # A stage still holds what it has sent; the one behind it has no embedding, which megatron's layers hold beside.
+    plain = model.architecture.norms == "before" and model.architecture.residual_multiplier == 1
+    moment = {"activations": one * ((not last) - (stage > 0 and plain)), "logits": 0}
+    if job.beside(model):
+        branch = job.branch(model, stage)
+        whole = len(branch) - last  # layers that see all tokens
+        wide = model.trained_layers > model.architecture.num_layers // (job.parallel.pipeline * job.parallel.chunks)
+        moment["activations"] += one * wide * ((not last) + (stage > 0))  # messages of both
+        moment["activations"] += one * (whole > 1)  # the trunk's output, which the policy's layers read afterwards
+        if whole > 0:  # policy's layers run while the reference's last state exists
+            moment["activations"] += one * counted // tokens if last else one
+            moment["logits"] = logits if last and job.device == "cpu" else 0
+    elif job.device == "cpu" and last and model.words and not model.q_heads:
+        # A frozen head gives its memory back, and a CPU keeps it (cpu/memory.py).
+        moment["logits"] = 0 if model.trains and model_work.trains_words(model) else logits
+    moment["activations"] += activations.fleeting(job, model, tokens)
+    moments = [moment]
     if last and model.words:
         states = tokens * model.architecture.hidden_size // job.parts + 2 * counted * model.architecture.hidden_size
-        logits = 4 * min(counted, model_work.chunk_rows(job, model)) * columns
         block = activations.BLOCK_BYTES if job.device == "cpu" else 0  # of the row kernels
         moments.append({"activations": job.size(model) * states, "logits": logits + block})
     return max(moments, key=lambda moment: sum(moment.values()))

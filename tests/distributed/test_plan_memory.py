@@ -16,14 +16,16 @@ from megarlhf.cluster import gradients
 from megarlhf.cpu import memory as spare
 from megarlhf.experience.sampler import Sampler, SamplerConfig
 from megarlhf.models.build import HEADS, build
+from megarlhf.models.hydra import Hydra
 from megarlhf.models.mixture import ExpertsConfig
 from megarlhf.models.model_config import LoraConfig
 from megarlhf.plan import memory
 from megarlhf.plan.job import Job, Model, Shape
-from tests.distributed.layouts import ADAM, GPT2, LLAMA, layout
+from tests.distributed.layouts import ADAM, GEMMA, GEMMA2, GPT2, LLAMA, OLMO2, layout
 from tests.distributed.test_plan import all_outputs
 
-WIDE = dataclasses.replace(LLAMA, hidden_size=256, ffn_hidden_size=704, vocab_size=2048, max_position_embeddings=128)
+SIZES = dict(hidden_size=256, ffn_hidden_size=704, vocab_size=2048, max_position_embeddings=128)
+WIDE = dataclasses.replace(LLAMA, **SIZES)
 FAMILIES = {
     "llama": WIDE,
     # Each token goes to all experts, so that all ranks have the same load.
@@ -32,6 +34,12 @@ FAMILIES = {
         WIDE, family="qwen2_moe", ffn_hidden_size=160, num_experts=4, experts_per_token=4, shared_expert_size=320
     ),
     "words": dataclasses.replace(WIDE, vocab_size=16000, num_layers=2),
+    "qwen3": dataclasses.replace(WIDE, family="qwen3", qk_norm=True),
+    "gemma": dataclasses.replace(GEMMA, **SIZES),
+    "gemma2": dataclasses.replace(
+        GEMMA2, **SIZES, sliding_window=None, full_attention_layers=(), local_rotary_base=None, attention_softcap=None
+    ),
+    "olmo2": dataclasses.replace(OLMO2, **SIZES),
     "gpt2": dataclasses.replace(GPT2, hidden_size=256, ffn_hidden_size=1024, max_position_embeddings=128),
 }
 
@@ -67,7 +75,7 @@ def held(cases):
 
 def _held(
     family: str, role: str, sizes: dict, recompute: str, prompt: int, trained: int | None = None, router: bool = True,
-    lora: LoraConfig | None = None,
+    lora: LoraConfig | None = None, mlp: bool = False, hydra: bool = False,
 ):  # fmt: skip
     rows, response = 8, 88 - prompt
     tokens = torch.randint(0, 503, (rows, 88))
@@ -76,16 +84,19 @@ def _held(
     replays = FAMILIES[family].num_experts is not None
     model = Model(
         role, FAMILIES[family], HEADS[role], trains=True, trained_layers=trained, trains_router=router, replays=replays,
-        lora=lora,
+        lora=lora, mlp_values=mlp,
     )  # fmt: skip
+    models = (model,)
+    if hydra:
+        models += (Model("reference", FAMILIES[family], HEADS["reference"], trained_layers=trained, borrows=True),)
     gradients._memory.clear(), gradients._sizes.clear(), spare._spare.clear()  # of another case's model
     with layout(**sizes) as topology:
-        job = Job("test", (model,), Shape(rows, 88, response, 4 * 88, slots=3), topology.parallel,
+        job = Job("test", models, Shape(rows, 88, response, 4 * 88, slots=3), topology.parallel,
                   topology.world_size, "fp32", recompute, device="cpu")  # fmt: skip
         engine = build(
             role, model.architecture, topology, micro_batch_tokens=4 * 88, dtype="fp32", optimizer=ADAM,
             recompute=recompute, trained_layers=trained, router=ExpertsConfig(train_router=router),
-            adapters=lora,
+            adapters=lora, mlp_values=mlp,
         )  # fmt: skip
         phases = memory.rank(job, topology.pipeline_rank).phases
 
@@ -94,7 +105,9 @@ def _held(
 
         engine.step(batch, all_outputs)
         gradients.allocate()
-        found = {"weights": (engine.resident()["weights"], phases["learn"]["weights"]),
+        reference = Hydra(engine, trained) if hydra else None
+        own = sum(held.resident()["weights"] for held in (engine, reference) if held is not None)
+        found = {"weights": (own, phases["learn"]["weights"]),
                  "optimizer": (engine.resident()["optimizer"], phases["learn"]["optimizer"]),
                  "gradients": (gradients.resident(), phases["learn"]["gradients"])}  # fmt: skip
         if role == "actor":
@@ -104,12 +117,10 @@ def _held(
             )  # fmt: skip
             caches = sum(cache.keys.nbytes + cache.values.nbytes + cache.experts.nbytes for cache in sampler.caches)
             found["caches"] = caches, phases["sample"]["caches"]
-        if lora is not None:  # whose activations are not predicted this well
-            return found
         with Allocations() as update:
             engine.step(batch, all_outputs)
         with Allocations() as forward:
-            engine.forward(batch)
+            reference.beside(batch, temperature=1.0) if hydra else engine.forward(batch)
         return found | {"update": (update.peak, used("learn")), "forward": (forward.peak, used("evaluate"))}
 
 
@@ -141,6 +152,32 @@ ADAPTERS = {
         ("gpt2", "actor", {}, "none", 24, None, True, LORA),
         ("words", "actor_critic", {"distributed_optimizer": False}, "none", 64, None, True, LORA),
     ],
+}
+DROPS = LoraConfig(rank=8, dropout=0.1)
+OF_MLP = LoraConfig(rank=8, targets=("linear_fc1", "linear_fc2"))
+OF_ATTENTION = LoraConfig(rank=8, targets=("linear_qkv", "linear_proj"))
+MORE_ADAPTERS = [("llama", "actor", {}, "none", 64, None, True, lora) for lora in (DROPS, OF_MLP, OF_ATTENTION)] + [
+    ("qwen3", "actor", {}, "none", 24, None, True, LORA),
+    ("gemma2", "actor", {}, "none", 24, None, True, LORA),
+]
+NORMS = {
+    1: [("olmo2", "actor", {}, "none", 64), ("gemma2", "actor", {}, "none", 24)],
+    -1: [
+        ("qwen3", "actor", {}, "none", 64),
+        ("qwen3", "critic", {}, "selective", 64),
+        ("gemma", "actor", {}, "none", 24),
+        ("gemma2", "critic", {}, "full", 64),
+        ("olmo2", "actor", {}, "selective", 24),
+    ],
+    2: [
+        ("olmo2", "actor", {"tensor": 2, "sequence": True}, "none", 64),
+        ("gemma2", "actor", {"pipeline": 2}, "none", 24),
+    ],
+}
+MLP_VALUES = [("llama", "critic", {}, recompute, 24, None, True, None, True) for recompute in ("none", "full")]
+HYDRA = {
+    1: [("llama", "actor", {}, "none", 64, trained, True, None, False, True) for trained in (1, 2)],
+    2: [("llama", "actor", {"pipeline": 2}, "none", 64, 3, True, None, False, True)],
 }
 Q_HEADS = {
     1: [("llama", "actor_q", {}, "none", 64), ("words", "actor_q", {}, "full", 24)],
@@ -176,6 +213,13 @@ MORE_OF_TWO = [
         (1, ADAPTERS[1]),
         (2, ADAPTERS[2]),
         pytest.param(2, ADAPTERS[-2], marks=pytest.mark.long),
+        pytest.param(1, MORE_ADAPTERS, marks=pytest.mark.long),
+        (1, NORMS[1]),
+        pytest.param(1, NORMS[-1], marks=pytest.mark.long),
+        pytest.param(2, NORMS[2], marks=pytest.mark.long),
+        (1, MLP_VALUES),
+        (1, HYDRA[1]),
+        pytest.param(2, HYDRA[2], marks=pytest.mark.long),
         (1, Q_HEADS[1]),
         pytest.param(2, Q_HEADS[2], marks=pytest.mark.long),
         pytest.param(1, MORE_OF_ONE, marks=pytest.mark.long),
