@@ -31,7 +31,7 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
         heads = {"activations": others - messages + kept + 3 * counted_states}
         if model.words:
             chunk = min(counted, model_work.chunk_rows(job, model)) * model_work.vocabulary(job, model)
-            # Each head holds its own; in half precision, or if they are capped, the gradient of one has memory of its own.
+            # Each head holds its own; in half precision, or capped, the gradient of one has memory of its own.
             own = 2 * chunk if size == 2 else 4 * chunk if a.logit_softcap else 0
             heads["logits"] = 4 * chunk * (1 + model.q_heads) + own
             # What autograd gets for the weight's gradient, which is added to the gradient buffer instead.
@@ -43,6 +43,9 @@ def updating(job: Job, model: Model, stage: int, tokens: int, counted: int) -> d
         moments.append(heads)
         whole = last_kept(job, model, tokens, counted, recompute="none")
         again = whole - last_kept(job, model, tokens, counted) if job.recompute == "full" else 0
+        if job.recompute == "full":  # its output as well
+            again += size * counted * hidden
+        # What the head keeps is gone by then.
         inside = kept + again - _head_kept(job, model, counted)
         moments.append(tied | {"activations": others + inside + _beside(job, model, counted)})
     if len(trained) > 1 or (trained and not last):
@@ -91,7 +94,7 @@ def layer_kept(job: Job, model: Model, tokens: int, recompute: str | None = None
     if (recompute or job.recompute) == "full":
         return job.size(model) * tokens * model.architecture.hidden_size // job.parts
     before, behind, context = _kept(job, model, recompute, given)
-    # Attention keeps its output as well, and it is the projection's input; where attention is computed again, the input.
+    # Attention keeps its output, which is the projection's input; computed again, the projection alone keeps it.
     again = (recompute or job.recompute) == "selective" or not adapters.needed(job, model, given=given)["linear_qkv"][1]
     copied = model.lora is not None and model.lora.dropout
     return tokens * (before + behind + context * bool(again or copied))
@@ -193,7 +196,7 @@ def _beside(job: Job, model: Model, tokens: int) -> int:
 
 
 def _added(adapter: adapters.Adapter) -> int:
-    """Elements a token at the end of a linear layer with an adapter: both outputs and their sum, or the parts of one."""
+    """Elements a token at the end of a linear layer with an adapter: both outputs and their sum, or one's parts."""
     return 3 * adapter.all_outputs + adapter.low
 
 

@@ -174,7 +174,10 @@ NORMS = {
         ("gemma2", "actor", {"pipeline": 2}, "none", 24),
     ],
 }
-MLP_VALUES = [("llama", "critic", {}, recompute, 24, None, True, None, True) for recompute in ("none", "full")]
+MLP_VALUES = [
+    ("llama", "critic", {}, "none", 24, None, True, None, True),
+    ("llama", "critic", {}, "full", 24, 1, True, None, True),
+]
 HYDRA = {
     1: [("llama", "actor", {}, "none", 64, trained, True, None, False, True) for trained in (1, 2)],
     2: [("llama", "actor", {"pipeline": 2}, "none", 64, 3, True, None, False, True)],
