@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megarlhf.data.unused import MARK
 from tests.ranks import ENVIRONMENT, ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -72,6 +73,12 @@ def finish(*command: str, timeout: float = 300, **options) -> subprocess.Complet
     finally:
         process.kill()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def written(directory: Path) -> dict[Path, int]:
+    """{file: when it was written} of all files but those that say when a table of data was last used."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != MARK)
+    return {path: path.stat().st_mtime_ns for path in files}
 
 
 def write_prompts(directory: Path, prompts: int, pairs: int) -> None:

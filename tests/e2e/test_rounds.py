@@ -10,7 +10,7 @@ import time
 import pytest
 import yaml
 
-from tests.e2e.runs import CLI, finish, losses, prepare, start
+from tests.e2e.runs import CLI, finish, losses, prepare, start, written
 
 pytestmark = pytest.mark.long
 
@@ -105,12 +105,12 @@ def test_kills_within_and_between_stages(chain):
         assert losses(ours / "sft") == losses(straight / "sft")
     assert not list(there.rglob("*.partial"))
 
-    before = {file: file.stat().st_mtime_ns for file in there.rglob("*") if file.is_file()}
+    before = written(there)
     again = finish(*command(there))
     assert again.returncode == 0 and "8 of 8 stages are done" in again.stderr
     changed = finish(*command(there, "generate.sampler.temperature=0.5"))
     assert changed.returncode == 2 and "generate.sampler.temperature: was None in round 1" in changed.stderr
-    assert {file: file.stat().st_mtime_ns for file in there.rglob("*") if file.is_file()} == before
+    assert written(there) == before
 
 
 def test_the_list_for_slurm(chain):

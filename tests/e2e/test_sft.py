@@ -20,7 +20,7 @@ from megarlhf.data.loader import Loader
 from megarlhf.log import Log
 from megarlhf.train import offline, setup, sft
 from tests.distributed.test_launch_mpi import find_mpirun
-from tests.e2e.runs import CLI, finish, losses, perplexities, start
+from tests.e2e.runs import CLI, finish, losses, perplexities, start, written
 
 
 def test_it_learns_and_writes_what_it_says(straight):
@@ -54,14 +54,14 @@ def test_kill_9_and_resume_equals_a_straight_run(straight, tmp_path):
     assert perplexities(tmp_path / "run") == perplexities(run)
 
     # finished runs say so and change nothing; a changed configuration is named
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    before = written(tmp_path)
     again = finish(*command, "optimizer.lr=0.005", "training.steps=4")
     assert again.returncode == 0
     assert "changed since then: optimizer.lr: 0.01 -> 0.005" in again.stderr
     (line,) = [line for line in again.stderr.splitlines() if " megarlhf: " in line]
     assert "/run has done 8 steps, and the configuration asks for 4: nothing is left to do; its model is" in line
     assert str(tmp_path / "run" / "checkpoints" / "step_00000008") in line and "raise training.steps" in line
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert written(tmp_path) == before
 
 
 def test_an_old_configuration_runs_and_says_its_line(straight, tmp_path):
