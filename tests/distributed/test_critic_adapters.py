@@ -77,6 +77,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 8))])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4, 8))])
 def test_as_a_separate_critic(ranks, world_size):
     assert set(ranks.run(world_size, train, CASES[world_size])) == {len(CASES[world_size])}

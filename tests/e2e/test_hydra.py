@@ -119,7 +119,7 @@ def same(left: Path, right: Path) -> None:
         assert torch.equal(readers[0].read(name), readers[1].read(name)), (right, name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))])
 def test_a_hydra_reference_gives_the_run_of_a_separate_one(ranks, directory, world_size):
     ranks.run(world_size, run_programs, cases(directory, world_size), timeout=600)
     for name, (program, _) in CASES[world_size].items():

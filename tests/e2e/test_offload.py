@@ -54,6 +54,7 @@ def program(directory: Path, name: str, run: str) -> tuple:
     return ("ppo", directory / "ppo.yaml", [*SWITCHES[name], f"run={directory / run}"])
 
 
+@pytest.mark.long
 def test_numbers_and_resume_are_bit_for_bit(ranks, directory):
     ranks.run(1, run_programs, [program(directory, name, name) for name in SWITCHES])
     for name in SWITCHES:
