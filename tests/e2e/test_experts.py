@@ -189,7 +189,7 @@ def test_other_programs(ranks, files, tmp_path):
         "dpo": {**common, "data": pairs},
     }
     for name, tree in trees.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"run": "unused", **tree}))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"run": str(tmp_path / "unused"), **tree}))
     host = ["reference.on_host=true", "critic.on_host=true", "optimizer.state_on_host=true", "average=0.5",
             f"evaluation.prompts.path={base / 'held_out.jsonl'}", "evaluation.every=2", "training.steps=2"]  # fmt: skip
     runs = {1: ("one", []), 2: ("ep2", ["parallel.expert=2"])}

@@ -36,7 +36,7 @@ def directory(ranks, tmp_path_factory) -> Path:
         "training": {"global_batch_size": 8, "micro_batch_tokens": 256, "steps": 1},
     }
     ppo = both | {
-        "run": "unused",
+        "run": str(path / "unused"),
         "prompts": {"path": str(path / "prompts.jsonl"), "length": 16},
         "sampler": {"response_length": 12, "micro_batch_size": 4, "stop_at_eos": True},
         "scoring": {"sources": [{"checkpoint": str(path / "reward")}]},
