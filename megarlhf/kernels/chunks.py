@@ -47,6 +47,8 @@ class Call:
         self.sequence_parallel = sequence_parallel and tp > 1
         self.fusion = fusion
         self.chunk_rows = chunk_rows
+        # Whether a backward pass follows: needs_input_grad is also true of a weight that trains under no_grad.
+        self.grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         self.total = hidden.shape[:-1].numel() * (tp if self.sequence_parallel else 1)  # rows of the whole hidden
         self.selected = self.total if rows is None else len(range(self.total)[rows])  # N
 

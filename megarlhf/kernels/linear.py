@@ -125,7 +125,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
         merged = merge(gather(stats, options.tp_group), options)
         ctx.save_for_backward(hidden, weight, labels, stats, merged.weights[options.rank], merged.entropy)
-        ctx.call, ctx.last_logits = call, scratch if any(ctx.needs_input_grad) else give_back(scratch)
+        ctx.call, ctx.last_logits = call, scratch if call.grads else give_back(scratch)
         ctx.set_materialize_grads(False)
         if merged.entropy is not None and not options.entropy_grad:
             ctx.mark_non_differentiable(merged.entropy)

@@ -173,9 +173,8 @@ def _computed(job: Job, model: Model, stage: int, phase: str, updates: bool) -> 
         if whole > 0:  # policy's layers run while the reference's last state exists
             moment["activations"] += one * counted // tokens if last else one
             moment["logits"] = logits if last and job.device == "cpu" else 0
-    elif job.device == "cpu" and last and model.words and not model.q_heads:
-        # A frozen head gives its memory back, and a CPU keeps it (cpu/memory.py).
-        moment["logits"] = 0 if model.trains and model_work.trains_words(model) else logits
+    elif job.device == "cpu" and last and model.words:
+        moment["logits"] = logits  # a CPU keeps the memory that the head gave back (cpu/memory.py)
     moment["activations"] += activations.fleeting(job, model, tokens)
     moments = [moment]
     if last and model.words:

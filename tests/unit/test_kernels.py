@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megarlhf import kernels
+from megarlhf.cpu import memory
 from megarlhf.kernels import products, shard, torch_rows
 from megarlhf.kernels.kl import kl_of_logits
 from megarlhf.kernels.shard import CallOptions
@@ -147,6 +148,25 @@ def test_linear_backward_twice():
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_memory_of_logits_is_used_again(monkeypatch):
+    """Also by a pass without gradients of a weight that trains; only what a backward pass reads is kept."""
+    monkeypatch.setattr(memory, "_spare", {})
+    hidden, weight = torch.randn(4, 8), nn.Parameter(torch.randn(16, 8))
+
+    def spare() -> list[int]:
+        return [storage.data_ptr() for storage in memory._spare.values()]
+
+    with torch.no_grad():
+        kernels.linear_logprobs(hidden, weight, torch.arange(4))
+        (first,) = spare()
+        kernels.linear_logprobs(hidden, weight, torch.arange(4))
+        assert spare() == [first]
+    loss = kernels.linear_logprobs(hidden, weight, torch.arange(4)).logprobs.sum()
+    assert spare() == []
+    loss.backward()
+    assert spare() == [first]
 
 
 def test_tied_weight():
